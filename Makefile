@@ -49,7 +49,7 @@ test-all: test  ## The slow tests as well
 	$(BIN)/python -m pytest tests/faults/test_rebalancing.py
 
 quick: $(VENV)/.installed-dev  ## Run the tests that start no swarm
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation
+	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit tests/simulation tests/protocol
 
 simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 	$(BIN)/python -m pytest tests/simulation

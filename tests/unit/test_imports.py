@@ -54,11 +54,18 @@ def test_policy_needs_the_standard_library_and_numpy_only(path):
         assert allowed, f"{ids(path)} imports {name}"
 
 
+@pytest.mark.parametrize("path", modules_under("swarm_peer/protocol"), ids=ids)
+def test_the_protocol_needs_the_standard_library_only(path):
+    for name in imports_of(path):
+        allowed = name.split(".")[0] in sys.stdlib_module_names or is_in(name, "swarm_peer.protocol")
+        assert allowed, f"{ids(path)} imports {name}"
+
+
 # Where time and chance come from; a decision takes both as arguments.
 CLOCKS = {"time", "datetime", "secrets", "uuid", "threading", "asyncio", "socket", "os"}
 
 
-@pytest.mark.parametrize("path", modules_under("swarm_peer/policy"), ids=ids)
+@pytest.mark.parametrize("path", modules_under("swarm_peer/policy", "swarm_peer/protocol"), ids=ids)
 def test_policy_has_no_clock_and_no_dice(path):
     for name in imports_of(path):
         assert name.split(".")[0] not in CLOCKS, f"{ids(path)} imports {name}"

@@ -1,0 +1,279 @@
+"""Epochs: who has a place in the run, who votes, who leads, and where the run begins anew. Pure.
+
+Owns how an epoch follows from its parent and a set of wishes. Knows nothing of how voters agree on that set.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from swarm_peer.protocol.statements import (
+    Accepted,
+    EpochId,
+    Join,
+    KeySigned,
+    Leave,
+    Offer,
+    Seat,
+    Signed,
+    Silent,
+    Stuck,
+    Wish,
+    hash_of,
+)
+
+# In place of a stage: coordinators and standbys have places, and vote.
+COORDINATORS = -1
+# Voters of an epoch. More of them make each epoch dearer, and fewer are gone sooner.
+MAX_VOTERS = 7
+# With fewer tickets no majority of them could outvote a liar, so each peer has a vote of its own.
+MIN_TICKETS = 3
+
+
+class Place(NamedTuple):
+    """A seat's place in one stage."""
+
+    stage: int
+    seat: Seat
+
+
+class Restart(NamedTuple):
+    """Where the run has begun, or begun anew.
+
+    Attributes:
+        first_round: round that follows; above all rounds of the time before
+        optimizer_step: that the weights have then
+        entries: for each stage, the hash of the entry that names the snapshot; empty for the initial weights
+    """
+
+    first_round: int
+    optimizer_step: int
+    entries: tuple[str, ...] = ()
+
+
+# The initial weights.
+BEGINNING = Restart(0, 0)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The part of a run's manifest that the protocol needs.
+
+    Attributes:
+        num_stages: of the model
+        begin_anew_steps: a run that has made at most so many optimizer steps begins with the initial weights again, if
+            there are no snapshots
+    """
+
+    num_stages: int
+    begin_anew_steps: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One list of the seats of a run, agreed once.
+
+    Attributes:
+        places: oldest first, of all stages and of coordinators
+        begun: stages that have had a seat since the restart
+    """
+
+    id: EpochId
+    places: tuple[Place, ...] = ()
+    restart: Restart = BEGINNING
+    begun: tuple[int, ...] = ()
+
+    @property
+    def hash(self) -> str:
+        """The name by which voters and the run key sign it."""
+        return hash_of(self)
+
+    def roster(self, stage: int) -> tuple[Seat, ...]:
+        """The seats of a stage, oldest first; of COORDINATORS the coordinators."""
+        return tuple(place.seat for place in self.places if place.stage == stage)
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """All seats, each once, oldest first."""
+        return tuple(dict.fromkeys(place.seat for place in self.places))
+
+    def leader(self, stage: int) -> Seat | None:
+        """The seat that leads a stage; None if the stage has none."""
+        return next(iter(self.roster(stage)), None)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are tickets enough for their majority to outvote one of them."""
+        return len({seat.ticket for seat in self.seats}) >= MIN_TICKETS
+
+    def vote_of(self, seat: Seat) -> str:
+        """Seats of the same vote have one vote together: those of a ticket, or else those of a peer."""
+        return seat.ticket if self.is_divided else seat.peer
+
+    @property
+    def voters(self) -> tuple[Seat, ...]:
+        """Those who choose the next epoch: coordinators, then the oldest seats, one for each vote."""
+        first_of = dict[str, Seat]()
+        for seat in (*self.roster(COORDINATORS), *self.seats):
+            first_of.setdefault(self.vote_of(seat), seat)
+        return tuple(first_of.values())[:MAX_VOTERS]
+
+    def is_quorum(self, seats: Iterable[Seat], of: Iterable[Seat]) -> bool:
+        """Whether some seats have more than half of the votes that all of them have."""
+        votes = {self.vote_of(seat) for seat in of}
+        return 2 * len(votes & {self.vote_of(seat) for seat in seats}) > len(votes)
+
+
+@dataclass(frozen=True)
+class Certified:
+    """An epoch with what shows that it was chosen: statements of voters of its parent, or one of the run key."""
+
+    epoch: Epoch
+    certificate: tuple[Signed[Accepted] | Signed[KeySigned], ...]
+
+    @property
+    def is_of_key(self) -> bool:
+        """Whether the run key has signed it."""
+        return any(isinstance(s.body, KeySigned) and s.body.successor == self.epoch.hash for s in self.certificate)
+
+    def follows(self, parent: Epoch) -> bool:
+        """Whether the voters of the parent have chosen it: a quorum of them, in one ballot."""
+        if self.epoch.id != parent.id.next():
+            return False
+        authors = defaultdict(set)
+        for signed in self.certificate:
+            body = signed.body
+            if isinstance(body, Accepted) and (body.epoch, body.successor) == (parent.id, self.epoch.hash):
+                authors[body.ballot].add(body.author)
+        voters = parent.voters
+        return any(parent.is_quorum(found & set(voters), voters) for found in authors.values())
+
+
+def next_epoch(
+    epoch: Epoch,
+    wishes: Iterable[Wish],
+    rules: Rules,
+    *,
+    new_id: EpochId | None = None,
+    silent: frozenset[Seat] = frozenset(),
+) -> Epoch | None:
+    """The epoch that follows from these wishes; None if they change nothing.
+
+    Args:
+        new_id: the next number of the same term if None
+        silent: seats that are put out by word of the run key
+    """
+    sound = {wish for wish in wishes if is_sound(wish, epoch, rules)}
+    joins = _joins(sound)
+    places = _without_the_gone(epoch, sound, joins, silent)
+    places = _without_lead_of_the_stuck(epoch, places, sound)
+    restart, begun = epoch.restart, set(epoch.begun)
+    for wish in joins:
+        # A seat joins a stage that has others only once it has taken their state.
+        if wish.stage in begun and not epoch.roster(wish.stage):
+            if (begins := choose_restart(epoch, sound, rules)) is None:
+                continue
+            restart, begun = begins, {place.stage for place in places} - {COORDINATORS}
+        if Place(wish.stage, wish.author) not in places:
+            places.append(Place(wish.stage, wish.author))
+            begun |= {wish.stage} - {COORDINATORS}
+    if (tuple(places), restart) == (epoch.places, epoch.restart) and new_id is None:
+        return None
+    return Epoch(new_id or epoch.id.next(), tuple(places), restart, tuple(sorted(begun)))
+
+
+def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:
+    """Whether a wish is about this epoch, and of somebody who may wish so."""
+    if wish.epoch != epoch.id:
+        return False
+    match wish:
+        case Join():
+            newest = max((seat.life for seat in epoch.seats if seat.peer == wish.author.peer), default=wish.author.life)
+            return COORDINATORS <= wish.stage < rules.num_stages and wish.author.life >= newest
+        case Leave():
+            return Place(wish.stage, wish.author) in epoch.places
+        case Silent():
+            return wish.author in epoch.voters and wish.seats <= set(epoch.seats)
+        case Stuck():
+            roster = epoch.roster(wish.stage)
+            return wish.author in roster[1:] and wish.leader == roster[0]
+        case Offer():
+            return wish.author in epoch.seats and all(0 <= s.stage < rules.num_stages for s in wish.snapshots)
+
+
+def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restart | None:
+    """Where to begin anew: the newest step of which somebody offers a snapshot of every stage; None if there is none.
+
+    Where all that is told of the run is a few steps, it may begin with the initial weights.
+    """
+    offers = [wish for wish in wishes if isinstance(wish, Offer)]
+    if not offers:
+        return None
+    offered = {snapshot for offer in offers for snapshot in offer.snapshots}
+    first_round = max(epoch.restart.first_round, *(offer.round for offer in offers)) + 1
+    for step in sorted({snapshot.optimizer_step for snapshot in offered}, reverse=True):
+        entries = [_entry_of(stage, step, offers) for stage in range(rules.num_stages)]
+        if None not in entries:
+            return Restart(first_round, step, tuple(filter(None, entries)))
+    come_to = max(offer.optimizer_step for offer in offers)
+    return Restart(first_round, 0) if come_to <= rules.begin_anew_steps else None
+
+
+def _entry_of(stage: int, step: int, offers: Iterable[Offer]) -> str | None:
+    """The entry by which most holders know a stage's snapshot of a step."""
+    holders = defaultdict(set)
+    for offer in offers:
+        for snapshot in offer.snapshots:
+            if (snapshot.stage, snapshot.optimizer_step) == (stage, step):
+                holders[snapshot.entry].add(offer.author)
+    return max(holders, key=lambda entry: (len(holders[entry]), entry), default=None)
+
+
+def _joins(wishes: Iterable[Wish]) -> list[Join]:
+    """Those who join, in an order that all know; of several lives of one peer the last one."""
+    joins = [wish for wish in wishes if isinstance(wish, Join)]
+    lives = dict[str, int]()
+    for join in joins:
+        lives[join.author.peer] = max(join.author.life, lives.get(join.author.peer, join.author.life))
+    return sorted(
+        (join for join in joins if join.author.life == lives[join.author.peer]),
+        key=lambda join: (join.stage, join.author),
+    )
+
+
+def _without_the_gone(
+    epoch: Epoch, wishes: Iterable[Wish], joins: Iterable[Join], silent: frozenset[Seat]
+) -> list[Place]:
+    accusers = defaultdict[Seat, set[Seat]](set)
+    left, lives = set[Place](), {join.author.peer: join.author.life for join in joins}
+    for wish in wishes:
+        if isinstance(wish, Leave):
+            left.add(Place(wish.stage, wish.author))
+        elif isinstance(wish, Silent):
+            for seat in wish.seats:
+                accusers[seat].add(wish.author)
+    gone = silent | {seat for seat, by in accusers.items() if epoch.is_quorum(by, epoch.voters)}
+    return [
+        place
+        for place in epoch.places
+        if place not in left
+        and place.seat not in gone
+        # An older life of a peer that has come back.
+        and place.seat.life >= lives.get(place.seat.peer, place.seat.life)
+    ]
+
+
+def _without_lead_of_the_stuck(epoch: Epoch, places: list[Place], wishes: Iterable[Wish]) -> list[Place]:
+    accusers = defaultdict[Place, set[Seat]](set)
+    for wish in wishes:
+        if isinstance(wish, Stuck):
+            accusers[Place(wish.stage, wish.leader)].add(wish.author)
+    stuck = [
+        place
+        for place, by in accusers.items()
+        if place in places and epoch.is_quorum(by, [seat for seat in epoch.roster(place.stage) if seat != place.seat])
+    ]
+    return [place for place in places if place not in stuck] + sorted(stuck)

@@ -1,0 +1,422 @@
+"""One seat's part in the run's epochs: it wishes, watches, votes, and follows the newest one.
+
+Owns how voters agree on the next epoch (single-decree Paxos for each number), and who is believed to be silent. Epochs
+themselves stand in epochs.py. Knows nothing of rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Restart, Rules, is_sound, next_epoch
+from swarm_peer.protocol.messages import (
+    Accept,
+    Alive,
+    Body,
+    Fetch,
+    Message,
+    Missing,
+    News,
+    Prepare,
+    Probe,
+    Promise,
+    Sent,
+    Timing,
+    Vote,
+    Wanted,
+    Wishes,
+)
+from swarm_peer.protocol.statements import (
+    Accepted,
+    Ballot,
+    EpochId,
+    Join,
+    KeySigned,
+    Leave,
+    Offer,
+    Seat,
+    Sign,
+    Signed,
+    Silent,
+    Snapshot,
+    Stuck,
+    Wish,
+)
+
+# Epochs that are kept for those that have missed some. A peer that has missed more takes one that the run key has signed.
+KEPT_EPOCHS = 64
+NO_BALLOT = Ballot(0, Seat("", 0, ""))
+
+
+class Membership:
+    """One seat's part in the run's epochs.
+
+    Args:
+        first: an epoch that the run key has signed
+        random: for pauses alone
+        sign: signs a statement as this seat
+        sign_as_key: signs one with the run key; None if this process does not hold it
+
+    Attributes:
+        desired: stages in which this seat wants a place; COORDINATORS among them for a coordinator
+        holds: its snapshots, its round and its optimizer step, to offer when a stage is lost
+        stuck: stages whose leaders do not bring a round to its end
+        acquaintances: ids of peers of the run, from wherever; one of them after the other is told the epoch, so that
+            two sides that do not know each other any more meet
+    """
+
+    def __init__(
+        self,
+        *,
+        me: Seat,
+        first: Certified,
+        rules: Rules,
+        timing: Timing,
+        random: Random,
+        sign: Sign,
+        sign_as_key: Sign | None = None,
+    ):
+        self.me = me
+        self.desired: frozenset[int] = frozenset()
+        self.holds: tuple[int, int, frozenset[Snapshot]] = (0, 0, frozenset())
+        self.stuck: frozenset[int] = frozenset()
+        self.acquaintances: tuple[str, ...] = ()
+        self._rules = rules
+        self._timing = timing
+        self._random = random
+        self._sign = sign
+        self._sign_as_key = sign_as_key
+        self._chain = [first]
+        self._now_s = 0.0
+        self._out: list[Sent] = []
+        self._heard_s: dict[Seat, float] = {}
+        self._next_alive_s = 0.0
+        self._next_resend_s = 0.0
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Forget all that was about the epoch before."""
+        self._since_s = self._now_s
+        self._wishes: dict[tuple[object, ...], Signed[Wish]] = {}
+        self._probed_s: dict[Seat, float] = {}
+        self._promised = NO_BALLOT
+        self._accepted: tuple[Ballot, Wishes] | None = None
+        self._ballot = NO_BALLOT
+        self._promises: dict[Seat, tuple[Ballot, Wishes] | None] = {}
+        self._proposed: tuple[Epoch, Wishes] | None = None
+        self._votes: dict[Seat, Signed[Accepted]] = {}
+        self._propose_s: float | None = None
+        for seat in self.epoch.seats:
+            self._heard_s.setdefault(seat, self._now_s)
+
+    # --- what others ask
+
+    @property
+    def epoch(self) -> Epoch:
+        """The newest epoch that this seat knows."""
+        return self._chain[-1].epoch
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """The stages in which this seat has a place."""
+        return frozenset(place.stage for place in self.epoch.places if place.seat == self.me)
+
+    def has_lease(self, now_s: float) -> bool:
+        """Whether a quorum of voters has been heard of lately, so that a leader may go on."""
+        return self._hears_quorum(now_s - self._timing.lease_s)
+
+    def _hears_quorum(self, since_s: float) -> bool:
+        voters = self.epoch.voters
+        heard = [seat for seat in voters if seat == self.me or self._heard_s.get(seat, -1.0) > since_s]
+        return self.epoch.is_quorum(heard, voters)
+
+    # --- inputs
+
+    def receive(self, now_s: float, message: Message) -> list[Sent]:
+        """Take a message of another peer; returns what to send."""
+        self._now_s = now_s
+        sender, body = message.sender, message.body
+        if isinstance(body, News):
+            self._take(body.epochs)
+        elif message.epoch < self.epoch.id or isinstance(body, Fetch):
+            self._tell_news(sender.peer, message.epoch)
+        elif message.epoch > self.epoch.id:
+            self._send(sender.peer, Fetch())
+        else:
+            self._heard_s[sender] = now_s
+            self._probed_s.pop(sender, None)
+            self._handle(sender, body)
+        return self._take_out()
+
+    def tick(self, now_s: float) -> list[Sent]:
+        """Do what is due; returns what to send. To be called at least every half second."""
+        self._now_s = now_s
+        if now_s >= self._next_alive_s:
+            self._next_alive_s = now_s + self._timing.alive_s
+            for seat in self._watched():
+                self._send(seat.peer, Alive())
+            if self.acquaintances:
+                self._send(self._random.choice(self.acquaintances), Alive())
+        self._watch()
+        if now_s >= self._next_resend_s:
+            self._next_resend_s = now_s + self._timing.resend_s
+            self._wish()
+        self._look_whether_to_propose()
+        self._look_whether_the_key_decides()
+        return self._take_out()
+
+    def _handle(self, sender: Seat, body: Body) -> None:
+        """Act on a message of this epoch; anything that is not for this seat's part in it has no effect."""
+        is_voter = self.me in self.epoch.voters
+        match body:
+            case Probe():
+                self._send(sender.peer, Alive())
+            case Missing(seats) if is_voter:
+                for seat in seats & set(self.epoch.seats):
+                    self._probed_s.setdefault(seat, self._now_s)
+            case Wanted(wish) if is_voter and is_sound(wish.body, self.epoch, self._rules):
+                self._wishes[_subject(wish.body)] = wish
+            case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
+                self._handle_prepare(ballot)
+            case Promise(ballot, accepted) if ballot == self._ballot and sender in self.epoch.voters:
+                self._handle_promise(sender, accepted)
+            case Accept(ballot, wishes) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
+                self._handle_accept(ballot, wishes)
+            case Vote(accepted) if accepted.body.author == sender and sender in self.epoch.voters:
+                self._handle_vote(accepted)
+
+    # --- who is there
+
+    def _watched(self) -> list[Seat]:
+        """Seats that this one hears of, and that hear of it.
+
+        Voters watch voters and leaders, and these them; leaders watch their members, and these them.
+        """
+        epoch, mine = self.epoch, self.stages
+        watched = dict[Seat, None]()
+        if self.me in epoch.voters:
+            watched |= dict.fromkeys(epoch.voters)
+            leaders = (epoch.leader(stage) for stage in range(self._rules.num_stages))
+            watched |= dict.fromkeys(seat for seat in leaders if seat is not None)
+        for stage in mine:
+            leader = epoch.leader(stage)
+            if leader == self.me:
+                watched |= dict.fromkeys((*epoch.roster(stage), *epoch.voters))
+            elif leader is not None:
+                watched[leader] = None
+        watched.pop(self.me, None)
+        return list(watched)
+
+    def _watch(self) -> None:
+        """Look for seats that are silent: a voter asks them, and others have voters ask."""
+        silent_s = self._now_s - self._timing.silent_s
+        for seat in self._watched():
+            if self._heard_s.get(seat, 0.0) < silent_s:
+                self._probed_s.setdefault(seat, self._now_s)
+
+    def _silent(self) -> frozenset[Seat]:
+        """Seats that have had time enough to answer, and have not."""
+        since_s = self._now_s - self._timing.probe_s
+        return frozenset(seat for seat, at_s in self._probed_s.items() if at_s < since_s and seat != self.me)
+
+    # --- wishes
+
+    def _wish(self) -> None:
+        """Send what this seat wishes to all voters, and ask those that it has not heard of."""
+        epoch, is_voter = self.epoch, self.me in self.epoch.voters
+        own: list[Wish] = []
+        mine = self.stages
+        own += [Join(self.me, epoch.id, stage) for stage in sorted(self.desired - mine)]
+        own += [Leave(self.me, epoch.id, stage) for stage in sorted(mine - self.desired)]
+        for stage in sorted(self.stuck & mine):
+            if (leader := epoch.leader(stage)) is not None and leader != self.me:
+                own.append(Stuck(self.me, epoch.id, stage, leader))
+        if mine and any(not epoch.roster(stage) for stage in epoch.begun):
+            own.append(Offer(self.me, epoch.id, *self.holds))
+        if is_voter and (silent := self._silent()):
+            own.append(Silent(self.me, epoch.id, silent))
+        for wish in own:
+            signed = self._wishes.get(_subject(wish))
+            if signed is None or signed.body != wish:
+                signed = self._wishes[_subject(wish)] = self._sign(wish)
+            self._send_all(epoch.voters, Wanted(signed))
+        if is_voter:
+            for seat in self._probed_s:
+                self._send(seat.peer, Probe())
+        elif self._probed_s:
+            self._send_all(epoch.voters, Missing(frozenset(self._probed_s)))
+
+    def _own_wishes(self) -> list[Signed[Wish]]:
+        """The wishes that this voter would make the next epoch of, in an order that all know."""
+        return sorted(self._wishes.values(), key=lambda signed: repr((type(signed.body).__name__, signed.body.author)))
+
+    @property
+    def _bodies(self) -> list[Wish]:
+        return [signed.body for signed in self._wishes.values()]
+
+    def _waits_for_offers(self) -> bool:
+        """Whether a stage is lost, and some seats may yet say which snapshots they hold."""
+        if all(self.epoch.roster(stage) for stage in self.epoch.begun):
+            return False
+        told = {wish.author for wish in self._bodies if isinstance(wish, Offer)}
+        return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self._timing.offers_s
+
+    # --- Paxos, for the next number
+
+    def _look_whether_to_propose(self) -> None:
+        """Propose when wishes are there that change the epoch, and voters of lower ranks have had their time."""
+        voters = self.epoch.voters
+        if self.me not in voters or self._waits_for_offers():
+            return
+        if next_epoch(self.epoch, self._bodies, self._rules) is None and self._accepted is None:
+            return
+        if self._propose_s is None:
+            pause_s = self._timing.propose_s * (1 + voters.index(self.me) * (2 + self._random.random()))
+            self._propose_s = self._now_s + pause_s
+        if self._now_s < self._propose_s:
+            return
+        self._propose_s = self._now_s + self._timing.retry_s * (1 + self._random.random())
+        self._ballot = Ballot(max(self._promised.number, self._ballot.number) + 1, self.me)
+        self._promises, self._proposed, self._votes = {}, None, {}
+        self._send_all(voters, Prepare(self._ballot))
+        self._handle_prepare(self._ballot)
+
+    def _handle_prepare(self, ballot: Ballot) -> None:
+        if ballot <= self._promised:
+            return
+        self._promised = ballot
+        if ballot.proposer == self.me:
+            self._handle_promise(self.me, self._accepted)
+        else:
+            self._send(ballot.proposer.peer, Promise(ballot, self._accepted))
+
+    def _handle_promise(self, sender: Seat, accepted: tuple[Ballot, Wishes] | None) -> None:
+        if self._proposed is not None:
+            return
+        self._promises[sender] = accepted
+        if not self.epoch.is_quorum(self._promises, self.epoch.voters):
+            return
+        known = [value for value in self._promises.values() if value is not None]
+        wishes = max(known, key=lambda value: value[0])[1] if known else tuple(self._own_wishes())
+        successor = next_epoch(self.epoch, [signed.body for signed in wishes], self._rules)
+        if successor is None:
+            return
+        self._proposed = successor, wishes
+        self._send_all(self.epoch.voters, Accept(self._ballot, wishes))
+        self._handle_accept(self._ballot, wishes)
+
+    def _handle_accept(self, ballot: Ballot, wishes: Wishes) -> None:
+        if ballot < self._promised or (successor := self._acceptable(wishes)) is None:
+            return
+        self._promised, self._accepted = ballot, (ballot, wishes)
+        vote = self._sign(Accepted(self.me, self.epoch.id, ballot, successor.hash))
+        if ballot.proposer == self.me:
+            self._handle_vote(vote)
+        else:
+            self._send(ballot.proposer.peer, Vote(vote))
+
+    def _acceptable(self, wishes: Wishes) -> Epoch | None:
+        """The epoch that these wishes make; None if they make none, or go back further than need be."""
+        bodies = [signed.body for signed in wishes]
+        successor = next_epoch(self.epoch, bodies, self._rules)
+        if successor is None or successor.restart == self.epoch.restart:
+            return successor
+        offers = [wish for wish in self._bodies if isinstance(wish, Offer)]
+        best = next_epoch(self.epoch, [*bodies, *offers], self._rules)
+        return successor if best is None or _goes_as_far(successor.restart, best.restart) else None
+
+    def _handle_vote(self, accepted: Signed[Accepted]) -> None:
+        body = accepted.body
+        if self._proposed is None or (body.epoch, body.ballot) != (self.epoch.id, self._ballot):
+            return
+        successor, _ = self._proposed
+        if body.successor != successor.hash:
+            return
+        self._votes[body.author] = accepted
+        if self.epoch.is_quorum(self._votes, self.epoch.voters):
+            self._announce(Certified(successor, tuple(self._votes.values())))
+
+    # --- the run key
+
+    def _look_whether_the_key_decides(self) -> None:
+        """Make an epoch of a new term where the voters have been gone for long, and this process holds the run key.
+
+        One that hears nobody, where somebody has a seat, is cut off itself, or nobody is there to go on.
+        """
+        if self._sign_as_key is None:
+            return
+        silent_s = self._now_s - self._timing.silent_s
+        others = {seat for seat in self.epoch.seats if seat != self.me}
+        if others and all(at_s < silent_s for seat, at_s in self._heard_s.items() if seat != self.me):
+            return
+        coordinators = self.epoch.roster(COORDINATORS)
+        rank = coordinators.index(self.me) if self.me in coordinators else len(coordinators)
+        wait_s = self._timing.key_s * (1 + rank)
+        if self._now_s < self._since_s + wait_s or self._hears_quorum(self._now_s - wait_s):
+            return
+        silent = frozenset(
+            seat for seat in self.epoch.seats if seat != self.me and self._heard_s.get(seat, 0.0) < silent_s
+        )
+        new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
+        successor = next_epoch(self.epoch, self._bodies, self._rules, new_id=new_id, silent=silent)
+        assert successor is not None
+        self._announce(Certified(successor, (self._sign_as_key(KeySigned(successor.hash)),)))
+
+    # --- news
+
+    def _announce(self, certified: Certified) -> None:
+        """Follow an epoch that was chosen just now, and tell everybody in it or in the one before."""
+        before = self.epoch
+        self._take([certified])
+        for seat in dict.fromkeys((*before.seats, *self.epoch.seats)):
+            if seat != self.me:
+                self._tell_news(seat.peer, before.id)
+
+    def _take(self, epochs: Iterable[Certified]) -> None:
+        """Follow each of these epochs that is certified."""
+        for certified in epochs:
+            epoch, own = certified.epoch, self.epoch
+            if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
+                self._chain = [*self._chain, self._anchored(certified)][-KEPT_EPOCHS:]
+            # Two epochs of one id are a liar's work: all take the same one.
+            elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
+                self._chain[-1] = certified
+            else:
+                continue
+            self._begin_epoch()
+
+    def _anchored(self, certified: Certified) -> Certified:
+        """The epoch with the run key's signature besides, if this process holds the key: a place to begin from."""
+        if self._sign_as_key is None or certified.is_of_key:
+            return certified
+        signed = self._sign_as_key(KeySigned(certified.epoch.hash))
+        return Certified(certified.epoch, (*certified.certificate, signed))
+
+    def _tell_news(self, peer: str, since: EpochId) -> None:
+        newer = [certified for certified in self._chain if certified.epoch.id > since]
+        if newer:
+            self._send(peer, News(tuple(newer)))
+
+    # --- sending
+
+    def _send_all(self, seats: Iterable[Seat], body: Body) -> None:
+        for seat in seats:
+            if seat != self.me:
+                self._send(seat.peer, body)
+
+    def _send(self, peer: str, body: Body) -> None:
+        self._out.append((peer, Message(self.me, self.epoch.id, body)))
+
+    def _take_out(self) -> list[Sent]:
+        out, self._out = self._out, []
+        return out
+
+
+def _goes_as_far(restart: Restart, best: Restart) -> bool:
+    return restart.optimizer_step >= best.optimizer_step
+
+
+def _subject(wish: Wish) -> tuple[object, ...]:
+    """A later wish of the same author about the same thing takes the place of an earlier one."""
+    return type(wish), wish.author, getattr(wish, "stage", None)

@@ -1,0 +1,31 @@
+"""Who is in the run is agreed whatever the network does, and mistakes in that are found."""
+
+import ballots
+import planted_membership
+import pytest
+import world
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_schedules(seed):
+    world.run(seed)
+
+
+def test_walks_through_the_choice_of_one_epoch():
+    chosen = [ballots.walk(seed, num_voters=2 + seed % 4) for seed in range(200)]
+    assert sum(chosen) > 100, "epochs were chosen"
+
+
+@pytest.mark.parametrize("mistake", planted_membership.BY_WALKS, ids=lambda mistake: mistake.__name__)
+def test_walks_find(mistake):
+    seed = planted_membership.BY_WALKS[mistake]
+    with pytest.raises(world.Violation):
+        ballots.walk(seed, mistake, num_voters=2 + seed % 3)
+    ballots.walk(seed, num_voters=2 + seed % 3)
+
+
+@pytest.mark.parametrize("mistake", planted_membership.BY_SCHEDULES, ids=lambda mistake: mistake.__name__)
+def test_schedules_find(mistake):
+    seed = planted_membership.BY_SCHEDULES[mistake]
+    with pytest.raises(world.Violation):
+        world.run(seed, mistake)
