@@ -172,11 +172,14 @@ def next_epoch(
     places = _without_lead_of_the_stuck(epoch, places, sound)
     restart, begun = epoch.restart, set(epoch.begun)
     for wish in joins:
-        # A seat joins a stage that has others only once it has taken their state.
-        if wish.stage in begun and not epoch.roster(wish.stage):
-            if (begins := choose_restart(epoch, sound, rules)) is None:
+        others = any(place.stage == wish.stage for place in places)
+        if wish.stage != COORDINATORS and not wish.has_state:
+            if others:
                 continue
-            restart, begun = begins, {place.stage for place in places} - {COORDINATORS}
+            if wish.stage in begun:
+                if (begins := choose_restart(epoch, sound, rules)) is None:
+                    continue
+                restart, begun = begins, {place.stage for place in places} - {COORDINATORS}
         if Place(wish.stage, wish.author) not in places:
             places.append(Place(wish.stage, wish.author))
             begun |= {wish.stage} - {COORDINATORS}

@@ -44,7 +44,7 @@ from swarm_peer.protocol.statements import (
     Wish,
 )
 
-# Epochs that are kept for those that have missed some. A peer that has missed more takes one that the run key has signed.
+# Epochs that are kept for seats that have missed some. One that has missed more takes an epoch of the run key.
 KEPT_EPOCHS = 64
 NO_BALLOT = Ballot(0, Seat("", 0, ""))
 
@@ -60,6 +60,8 @@ class Membership:
 
     Attributes:
         desired: stages in which this seat wants a place; COORDINATORS among them for a coordinator
+        prepared: those whose state it has taken over
+        resigned: those that it gives up its place in, whether desired or not
         holds: its snapshots, its round and its optimizer step, to offer when a stage is lost
         stuck: stages whose leaders do not bring a round to its end
         acquaintances: ids of peers of the run, from wherever; one of them after the other is told the epoch, so that
@@ -79,11 +81,13 @@ class Membership:
     ):
         self.me = me
         self.desired: frozenset[int] = frozenset()
+        self.prepared: frozenset[int] = frozenset()
+        self.resigned: frozenset[int] = frozenset()
         self.holds: tuple[int, int, frozenset[Snapshot]] = (0, 0, frozenset())
         self.stuck: frozenset[int] = frozenset()
         self.acquaintances: tuple[str, ...] = ()
-        self._rules = rules
-        self._timing = timing
+        self.rules = rules
+        self.timing = timing
         self._random = random
         self._sign = sign
         self._sign_as_key = sign_as_key
@@ -117,6 +121,10 @@ class Membership:
         """The newest epoch that this seat knows."""
         return self._chain[-1].epoch
 
+    def epoch_of(self, epoch_id: EpochId) -> Epoch | None:
+        """An epoch that this seat has followed and not forgotten, by its id."""
+        return next((each.epoch for each in reversed(self._chain) if each.epoch.id == epoch_id), None)
+
     @property
     def stages(self) -> frozenset[int]:
         """The stages in which this seat has a place."""
@@ -124,7 +132,7 @@ class Membership:
 
     def has_lease(self, now_s: float) -> bool:
         """Whether a quorum of voters has been heard of lately, so that a leader may go on."""
-        return self._hears_quorum(now_s - self._timing.lease_s)
+        return self._hears_quorum(now_s - self.timing.lease_s)
 
     def _hears_quorum(self, since_s: float) -> bool:
         voters = self.epoch.voters
@@ -153,14 +161,14 @@ class Membership:
         """Do what is due; returns what to send. To be called at least every half second."""
         self._now_s = now_s
         if now_s >= self._next_alive_s:
-            self._next_alive_s = now_s + self._timing.alive_s
+            self._next_alive_s = now_s + self.timing.alive_s
             for seat in self._watched():
                 self._send(seat.peer, Alive())
             if self.acquaintances:
                 self._send(self._random.choice(self.acquaintances), Alive())
         self._watch()
         if now_s >= self._next_resend_s:
-            self._next_resend_s = now_s + self._timing.resend_s
+            self._next_resend_s = now_s + self.timing.resend_s
             self._wish()
         self._look_whether_to_propose()
         self._look_whether_the_key_decides()
@@ -175,7 +183,7 @@ class Membership:
             case Missing(seats) if is_voter:
                 for seat in seats & set(self.epoch.seats):
                     self._probed_s.setdefault(seat, self._now_s)
-            case Wanted(wish) if is_voter and is_sound(wish.body, self.epoch, self._rules):
+            case Wanted(wish) if is_voter and is_sound(wish.body, self.epoch, self.rules):
                 self._wishes[_subject(wish.body)] = wish
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
@@ -197,7 +205,7 @@ class Membership:
         watched = dict[Seat, None]()
         if self.me in epoch.voters:
             watched |= dict.fromkeys(epoch.voters)
-            leaders = (epoch.leader(stage) for stage in range(self._rules.num_stages))
+            leaders = (epoch.leader(stage) for stage in range(self.rules.num_stages))
             watched |= dict.fromkeys(seat for seat in leaders if seat is not None)
         for stage in mine:
             leader = epoch.leader(stage)
@@ -210,14 +218,14 @@ class Membership:
 
     def _watch(self) -> None:
         """Look for seats that are silent: a voter asks them, and others have voters ask."""
-        silent_s = self._now_s - self._timing.silent_s
+        silent_s = self._now_s - self.timing.silent_s
         for seat in self._watched():
             if self._heard_s.get(seat, 0.0) < silent_s:
                 self._probed_s.setdefault(seat, self._now_s)
 
     def _silent(self) -> frozenset[Seat]:
         """Seats that have had time enough to answer, and have not."""
-        since_s = self._now_s - self._timing.probe_s
+        since_s = self._now_s - self.timing.probe_s
         return frozenset(seat for seat, at_s in self._probed_s.items() if at_s < since_s and seat != self.me)
 
     # --- wishes
@@ -227,8 +235,8 @@ class Membership:
         epoch, is_voter = self.epoch, self.me in self.epoch.voters
         own: list[Wish] = []
         mine = self.stages
-        own += [Join(self.me, epoch.id, stage) for stage in sorted(self.desired - mine)]
-        own += [Leave(self.me, epoch.id, stage) for stage in sorted(mine - self.desired)]
+        own += [Join(self.me, epoch.id, stage, stage in self.prepared) for stage in sorted(self.desired - mine)]
+        own += [Leave(self.me, epoch.id, stage) for stage in sorted(mine - (self.desired - self.resigned))]
         for stage in sorted(self.stuck & mine):
             if (leader := epoch.leader(stage)) is not None and leader != self.me:
                 own.append(Stuck(self.me, epoch.id, stage, leader))
@@ -260,7 +268,7 @@ class Membership:
         if all(self.epoch.roster(stage) for stage in self.epoch.begun):
             return False
         told = {wish.author for wish in self._bodies if isinstance(wish, Offer)}
-        return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self._timing.offers_s
+        return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self.timing.offers_s
 
     # --- Paxos, for the next number
 
@@ -269,14 +277,14 @@ class Membership:
         voters = self.epoch.voters
         if self.me not in voters or self._waits_for_offers():
             return
-        if next_epoch(self.epoch, self._bodies, self._rules) is None and self._accepted is None:
+        if next_epoch(self.epoch, self._bodies, self.rules) is None and self._accepted is None:
             return
         if self._propose_s is None:
-            pause_s = self._timing.propose_s * (1 + voters.index(self.me) * (2 + self._random.random()))
+            pause_s = self.timing.propose_s * (1 + voters.index(self.me) * (2 + self._random.random()))
             self._propose_s = self._now_s + pause_s
         if self._now_s < self._propose_s:
             return
-        self._propose_s = self._now_s + self._timing.retry_s * (1 + self._random.random())
+        self._propose_s = self._now_s + self.timing.retry_s * (1 + self._random.random())
         self._ballot = Ballot(max(self._promised.number, self._ballot.number) + 1, self.me)
         self._promises, self._proposed, self._votes = {}, None, {}
         self._send_all(voters, Prepare(self._ballot))
@@ -299,7 +307,7 @@ class Membership:
             return
         known = [value for value in self._promises.values() if value is not None]
         wishes = max(known, key=lambda value: value[0])[1] if known else tuple(self._own_wishes())
-        successor = next_epoch(self.epoch, [signed.body for signed in wishes], self._rules)
+        successor = next_epoch(self.epoch, [signed.body for signed in wishes], self.rules)
         if successor is None:
             return
         self._proposed = successor, wishes
@@ -319,11 +327,11 @@ class Membership:
     def _acceptable(self, wishes: Wishes) -> Epoch | None:
         """The epoch that these wishes make; None if they make none, or go back further than need be."""
         bodies = [signed.body for signed in wishes]
-        successor = next_epoch(self.epoch, bodies, self._rules)
+        successor = next_epoch(self.epoch, bodies, self.rules)
         if successor is None or successor.restart == self.epoch.restart:
             return successor
         offers = [wish for wish in self._bodies if isinstance(wish, Offer)]
-        best = next_epoch(self.epoch, [*bodies, *offers], self._rules)
+        best = next_epoch(self.epoch, [*bodies, *offers], self.rules)
         return successor if best is None or _goes_as_far(successor.restart, best.restart) else None
 
     def _handle_vote(self, accepted: Signed[Accepted]) -> None:
@@ -346,20 +354,20 @@ class Membership:
         """
         if self._sign_as_key is None:
             return
-        silent_s = self._now_s - self._timing.silent_s
+        silent_s = self._now_s - self.timing.silent_s
         others = {seat for seat in self.epoch.seats if seat != self.me}
         if others and all(at_s < silent_s for seat, at_s in self._heard_s.items() if seat != self.me):
             return
         coordinators = self.epoch.roster(COORDINATORS)
         rank = coordinators.index(self.me) if self.me in coordinators else len(coordinators)
-        wait_s = self._timing.key_s * (1 + rank)
+        wait_s = self.timing.key_s * (1 + rank)
         if self._now_s < self._since_s + wait_s or self._hears_quorum(self._now_s - wait_s):
             return
         silent = frozenset(
             seat for seat in self.epoch.seats if seat != self.me and self._heard_s.get(seat, 0.0) < silent_s
         )
         new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
-        successor = next_epoch(self.epoch, self._bodies, self._rules, new_id=new_id, silent=silent)
+        successor = next_epoch(self.epoch, self._bodies, self.rules, new_id=new_id, silent=silent)
         assert successor is not None
         self._announce(Certified(successor, (self._sign_as_key(KeySigned(successor.hash)),)))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_peer.protocol.epochs import Certified
-from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, Seat, Signed, Wish
+from swarm_peer.protocol.log import Blamed, Committed, Cut, Have, Part, Pass
+from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, Seat, Signed, Statement, Wish
 
 # The wishes that make an epoch.
 Wishes = tuple[Signed[Wish], ...]
@@ -77,7 +78,122 @@ class News:
     epochs: tuple[Certified, ...]
 
 
-Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | News
+# --- rounds
+
+
+@dataclass(frozen=True)
+class Done(Statement):
+    """A seat of stage 0 has had so many samples of a round computed.
+
+    Attributes:
+        base: the heads of all stages that these were computed from
+    """
+
+    round: int
+    samples: int
+    base: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Close:
+    """The batch of a round is full, as these counts show: nothing more is let into it."""
+
+    round: int
+    counts: tuple[Signed[Done], ...]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A member of stage 0 says what it has done."""
+
+    done: Signed[Done]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The leader of a stage says which round it is in, and asks for the newest close, from that round on."""
+
+    stage: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """A member says where it stands, and asks for the leader's log.
+
+    Attributes:
+        state: hash of the entry that its weights embody
+        said: what it has signed for the cut of the open round, and that cut
+    """
+
+    stage: int
+    committed: tuple[Committed, ...]
+    state: str
+    closes: tuple[Close, ...]
+    said: tuple[tuple[Cut, Signed[Have] | Signed[Pass]], ...]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The log of a stage, as its leader has it.
+
+    Attributes:
+        reign: the epoch since which it leads
+        lost: a close which shows that entries are gone for good: other stages are further; None if there is none
+    """
+
+    stage: int
+    reign: EpochId
+    committed: tuple[Committed, ...]
+    lost: Close | None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A member has nothing inside, and says what it brings.
+
+    Attributes:
+        head: of its log, which its weights embody
+    """
+
+    stage: int
+    round: int
+    head: str
+    part: Part
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """The leader says who is in a round, and who brings what."""
+
+    cut: Cut
+
+
+@dataclass(frozen=True)
+class Said:
+    """A member has the result of a cut, or agrees that it is left out."""
+
+    stage: int
+    statement: Signed[Have] | Signed[Pass]
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A member has no result of a cut, and says who is to blame."""
+
+    stage: int
+    statement: Signed[Blamed]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The leader has committed an entry."""
+
+    committed: Committed
+
+
+Rounds = Counted | Close | Head | Status | Entries | Ready | Cutting | Said | Blame | Commit
+Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | News | Rounds
 
 
 @dataclass(frozen=True)
@@ -111,6 +227,9 @@ class Timing:
         lease_s: without a quorum of voters until a leader stops
         offers_s: for all to say which snapshots they hold, once a stage is lost
         key_s: without a quorum of voters until the holder of the run key decides
+        status_s: for the members of a stage to say where they stand, once its leader is new
+        ready_s: for the others, once a member is ready
+        average_s: for the members of a cut to say that they have its result
     """
 
     alive_s: float = 2.0
@@ -122,3 +241,6 @@ class Timing:
     lease_s: float = 8.0
     offers_s: float = 4.0
     key_s: float = 60.0
+    status_s: float = 3.0
+    ready_s: float = 10.0
+    average_s: float = 60.0

@@ -58,9 +58,14 @@ class Statement:
 
 @dataclass(frozen=True)
 class Join(Statement):
-    """The author wants a place in a stage; COORDINATORS in place of a stage for a coordinator's."""
+    """The author wants a place in a stage; COORDINATORS in place of a stage for a coordinator's.
+
+    Attributes:
+        has_state: whether it has taken over the stage's state; without it, it can only begin a stage that has no seats
+    """
 
     stage: int
+    has_state: bool
 
 
 @dataclass(frozen=True)

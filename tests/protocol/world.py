@@ -9,22 +9,24 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
+from checks import Checks, Violation
+from driver import Driver
+
+from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, Rules, choose_restart
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
-from swarm_peer.protocol.messages import Message, News, Sent, Timing
-from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed, Snapshot
+from swarm_peer.protocol.messages import Message, Sent, Timing
+from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Sign, Signed
 
 TICK_S = 0.5
 # Faults come before, and then none; what has to come true then has this long.
 CALM_AT_S = 60.0
 END_S = 220.0
-
-
-class Violation(AssertionError):
-    """The core broke one of its promises."""
 
 
 @dataclass
@@ -36,7 +38,8 @@ class Process:
     stages: frozenset[int]
     has_key: bool = False
     life: int = 0
-    core: Membership | None = None
+    core: Core | None = None
+    stateless_since_s: dict[int, float] = field(default_factory=dict)
     rate: float = 1.0
     offset_s: float = 0.0
     stalled_until_s: float = 0.0
@@ -89,11 +92,21 @@ class World:
         self.counts: dict[str, int] = {}
         self.epochs: dict[EpochId, Epoch] = {}
         self.rules = Rules(num_stages=self.random.choice((1, 2, 3)), begin_anew_steps=5)
-        self.step = 0
+        self.rounds = RoundRules(
+            batch=self.random.choice((1, 4, 10)),
+            lag=self.random.choice((0, 0, 1)),
+            period=self.random.choice((1, 1, 3)),
+        )
+        if self.rounds.period > 1:
+            self.rounds = replace(self.rounds, lag=0)
+        self.driver = Driver(self)
+        self.checks = Checks(self)
         self.has_checkpoints = self.random.random() < 0.5
         # Hasty voters propose at once, all together, and again after a moment.
         is_hasty = self.random.random() < 0.5
-        self.timing = Timing(key_s=20.0, propose_s=0.0, retry_s=0.2) if is_hasty else Timing(key_s=20.0)
+        self.timing = Timing(key_s=20.0, average_s=12.0)
+        if is_hasty:
+            self.timing = replace(self.timing, propose_s=0.0, retry_s=0.2)
         self.network = Network(
             Random(self.random.random()),
             loss=self.random.choice((0.0, 0.05, 0.3)),
@@ -136,7 +149,8 @@ class World:
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (time_s, next(self._numbers), action))
 
-    def _count(self, kind: str) -> None:
+    def count(self, kind: str) -> None:
+        """Note that something has happened."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def run(self) -> None:
@@ -156,7 +170,7 @@ class World:
         seat = Seat(process.peer, process.life, process.ticket)
         sign = lambda body: Signed(body, seat.peer.encode())  # noqa: E731
         assert self.first is not None
-        process.core = self._make(
+        membership = self._make(
             me=seat,
             first=self.first,
             rules=self.rules,
@@ -165,9 +179,35 @@ class World:
             sign=sign,
             sign_as_key=(lambda body: Signed(body, b"key")) if process.has_key else None,
         )
-        process.core.desired = process.stages
-        process.core.acquaintances = tuple(sorted(self.processes))
-        process.waiting, process.leaves = [], False
+        membership.desired = process.stages
+        membership.acquaintances = tuple(sorted(self.processes))
+        process.core = self.make_core(membership, sign)
+        process.waiting, process.leaves, process.stateless_since_s = [], False, {}
+
+    def make_core(self, membership: Membership, sign: Sign) -> Core:
+        """The core of a process; planted mistakes make another one."""
+        return Core(
+            membership=membership,
+            rules=self.rounds,
+            make_member=lambda stage, prepared: Member(
+                me=membership.me,
+                stage=stage,
+                restart=membership.epoch.restart,
+                lag=self.rounds.lag,
+                averages=self.rounds.averages,
+                sign=sign,
+                fills=lambda close: self.rounds.fills(close, membership.epoch_of),
+                log=prepared[0] if prepared is not None else None,
+                state=prepared[1] if prepared is not None else "",
+            ),
+            make_leader=lambda member, reign: Leader(
+                member=member,
+                reign=reign,
+                timing=self.timing,
+                averages=self.rounds.averages,
+                epoch_of=membership.epoch_of,
+            ),
+        )
 
     def _tick(self, process: Process) -> None:
         self._at(self.now_s + TICK_S * (0.9 + 0.2 * self.random.random()), lambda: self._tick(process))
@@ -176,37 +216,9 @@ class World:
         waiting, process.waiting = process.waiting, []
         for message in waiting:
             self._receive(process, message)
-        self._advance(process)
+        self.driver.go_on(process)
         self._send(process, process.core.tick(process.clock(self.now_s)))
         self._check(process)
-
-    def _advance(self, process: Process) -> None:
-        """A stand-in for rounds: where all stages have seats, steps are made, and snapshots kept of every fifth."""
-        core = process.core
-        assert core is not None
-        epoch = core.epoch
-        if all(epoch.roster(stage) for stage in range(self.rules.num_stages)):
-            self.step = max(self.step, epoch.restart.optimizer_step) + (self.random.random() < 0.05)
-        newest = self.step - self.step % 5
-        kept = [step for step in (newest, newest - 5) if step > 0]
-        if COORDINATORS in core.stages and self.has_checkpoints:
-            core.holds = (
-                self.step,
-                self.step,
-                frozenset(
-                    Snapshot(s, stage, f"{s}/{stage}")
-                    for s in kept
-                    if s % 10 == 0
-                    for stage in range(self.rules.num_stages)
-                ),
-            )
-            return
-        stages = {stage for own in core.stages for stage in (own, (own + 1) % self.rules.num_stages)} - {COORDINATORS}
-        core.holds = (
-            self.step,
-            self.step,
-            frozenset(Snapshot(s, stage, f"{s}/{stage}") for s in kept for stage in stages),
-        )
 
     def _send(self, process: Process, sent: list[Sent]) -> None:
         for target, message in sent:
@@ -226,10 +238,9 @@ class World:
 
     def _receive(self, process: Process, message: Message) -> None:
         assert process.core is not None
-        self._count(type(message.body).__name__)
+        self.count(type(message.body).__name__)
         self._send(process, process.core.receive(process.clock(self.now_s), message))
-        if isinstance(message.body, News) or process.core.epoch.id not in self.epochs:
-            self._check(process)
+        self._check(process)
 
     # --- faults
 
@@ -238,7 +249,7 @@ class World:
             ("crash", "crash", "restart", "halves", "one link", "one way", "heal", "stall", "leave")
         )
         process = self.processes[self.random.choice(sorted(self.processes))]
-        self._count(kind)
+        self.count(kind)
         peers = sorted(self.processes)
         match kind:
             case "crash":
@@ -258,12 +269,12 @@ class World:
             case "stall":
                 process.stalled_until_s = self.now_s + 15.0 * self.random.random()
             case "leave" if process.core is not None:
-                process.core.desired = frozenset()
-                process.leaves = True
+                self.driver.leave(process)
 
     def _calm(self) -> None:
         """From now on there are no faults, and crashed processes are started again."""
         self.network.cut, self.network.is_calm = set(), True
+        self.checks.calm()
         for process in self.processes.values():
             process.stalled_until_s = 0.0
             if process.core is None:
@@ -272,7 +283,7 @@ class World:
     # --- invariants
 
     def _check(self, process: Process) -> None:
-        """One epoch for each id; each follows from the one before; nobody has two lives at once."""
+        """One epoch for each id; nobody has two lives at once; and all that holds of rounds."""
         assert process.core is not None
         epoch = process.core.epoch
         if self.epochs.setdefault(epoch.id, epoch) != epoch:
@@ -280,28 +291,38 @@ class World:
         lives = {seat.peer for seat in epoch.seats}
         if len(lives) != len(epoch.seats):
             raise Violation(f"two lives of one peer in {epoch}")
+        self.checks.look(process)
 
     def _check_progress(self) -> None:
         """All that live and want places have them, and nobody else has, if somebody can still decide that."""
         cores = {process.peer: process.core for process in self.processes.values() if process.core is not None}
         newest = max((core.epoch for core in cores.values()), key=lambda epoch: epoch.id)
-        living = [core.me for core in cores.values() if core.desired]
+        living = [core.membership.me for core in cores.values() if core.membership.desired]
         has_key = any(self.processes[seat.peer].has_key for seat in living)
         if not has_key and not newest.is_quorum(set(living) & set(newest.voters), newest.voters):
-            self._count("nobody can decide")
+            self.count("nobody can decide")
             return
-        if behind := [core.me for core in cores.values() if core.epoch.id != newest.id and core.desired]:
+        if behind := [peer for peer, core in cores.items() if core.epoch.id != newest.id and core.membership.desired]:
             raise Violation(f"{behind} have not heard of {newest.id}")
         lost = {stage for stage in newest.begun if not newest.roster(stage)}
-        wanted = {(stage, core.me) for core in cores.values() for stage in core.desired}
+        wanted = {(stage, core.membership.me) for core in cores.values() for stage in core.membership.desired}
         if lost and self._restart_for(newest, cores.values()) is None:
-            self._count("no snapshots")
-            wanted = {(stage, seat) for stage, seat in wanted if stage not in lost}
+            self.count("no snapshots")
+            return
         if (found := {tuple(place) for place in newest.places}) != wanted:
             raise Violation(f"places missing: {wanted - found}, places too many: {found - wanted}, in {newest}")
+        if all(newest.roster(stage) for stage in range(self.rules.num_stages)):
+            self.checks.rounds_since_calm(newest)
+        else:
+            self.count("a stage without anybody")
+        self.checks.at_the_end()
 
-    def _restart_for(self, epoch: Epoch, cores: Iterable[Membership]) -> object:
-        offers = [Offer(core.me, epoch.id, *core.holds) for core in cores if core.me in epoch.seats]
+    def _restart_for(self, epoch: Epoch, cores: Iterable[Core]) -> object:
+        offers = [
+            Offer(core.membership.me, epoch.id, *core.membership.holds)
+            for core in cores
+            if core.membership.me in epoch.seats
+        ]
         return choose_restart(epoch, offers, self.rules)
 
 

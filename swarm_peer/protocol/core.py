@@ -1,0 +1,274 @@
+"""One peer's part in agreement: its membership, and a member's and perhaps a leader's part in each stage it serves.
+
+Owns which message goes where, and what follows from an epoch for the rounds. The driver polls `members`, and says what
+it has done; time comes with `receive` and `tick`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Log
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.membership import Membership
+from swarm_peer.protocol.messages import (
+    Blame,
+    Body,
+    Close,
+    Commit,
+    Counted,
+    Cutting,
+    Entries,
+    Head,
+    Message,
+    Ready,
+    Rounds,
+    Said,
+    Sent,
+    Status,
+)
+from swarm_peer.protocol.statements import EpochId, Seat
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """How a run's rounds go, as its manifest says.
+
+    Attributes:
+        batch: samples of a round
+        lag: 1 where updates are delayed, else 0
+        period: rounds from one average to the next
+    """
+
+    batch: int
+    lag: int = 0
+    period: int = 1
+
+    def averages(self, number: int) -> bool:
+        """Whether a round ends with an average."""
+        return (number + 1) % self.period == 0
+
+    def fills(self, close: Close, epoch_of: Callable[[EpochId], Epoch | None]) -> bool:
+        """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one epoch."""
+        epoch = epoch_of(close.counts[0].body.epoch) if close.counts else None
+        if epoch is None:
+            return False
+        counted = {
+            signed.body.author: signed.body.samples
+            for signed in close.counts
+            if (signed.body.round, signed.body.epoch) == (close.round, epoch.id)
+            and signed.body.author in epoch.roster(0)
+        }
+        return len(counted) == len(close.counts) and sum(counted.values()) >= self.batch
+
+
+class Core:
+    """One peer's part in agreement.
+
+    Args:
+        make_member: makes the member's part of a stage, from what this peer has taken over of it, if anything
+        make_leader: makes the leader's part of a member, since an epoch
+
+    Attributes:
+        membership: who is in the run
+        members: this peer's parts in the stages that it serves
+    """
+
+    def __init__(
+        self,
+        *,
+        membership: Membership,
+        rules: RoundRules,
+        make_member: Callable[[int, tuple[Log, str] | None], Member],
+        make_leader: Callable[[Member, EpochId], Leader],
+    ):
+        self.membership = membership
+        self.members: dict[int, Member] = {}
+        self._rules = rules
+        self._make_member = make_member
+        self._make_leader = make_leader
+        self._leaders: dict[int, Leader] = {}
+        self._led_by: dict[int, Seat | None] = {}
+        self._epoch: Epoch | None = None
+        self._next_resend_s = 0.0
+        self._spoken: dict[int, object] = {}
+        self._prepared: dict[int, tuple[Log, str]] = {}
+
+    def prepare(self, stage: int, log: Log, state: str) -> None:
+        """Note that the state of a stage that this peer wants to serve has been taken over, and its log."""
+        self._prepared[stage] = log, state
+        self.membership.prepared |= {stage}
+
+    @property
+    def epoch(self) -> Epoch:
+        """The newest epoch that this peer knows."""
+        return self.membership.epoch
+
+    # --- inputs
+
+    def receive(self, now_s: float, message: Message) -> list[Sent]:
+        """Take a message of another peer; returns what to send."""
+        sent = self.membership.receive(now_s, message)
+        self._follow_epoch()
+        if message.epoch == self.epoch.id and isinstance(message.body, Rounds):
+            answers = self._handle(now_s, message.sender, message.body)
+            sent += [(message.sender.peer, self._message(body)) for body in answers]
+        return sent
+
+    def tick(self, now_s: float) -> list[Sent]:
+        """Do what is due; returns what to send."""
+        sent = self.membership.tick(now_s)
+        self._follow_epoch()
+        resends = now_s >= self._next_resend_s
+        if resends:
+            self._next_resend_s = now_s + self.membership.timing.resend_s
+        self.membership.resigned = frozenset(stage for stage, member in self.members.items() if member.is_lost)
+        for stage in sorted(self.members):
+            sent += self._lead(now_s, stage, resends)
+            sent += self._speak(stage, resends)
+        return sent
+
+    # --- what follows from an epoch
+
+    def _follow_epoch(self) -> None:
+        epoch = self.epoch
+        if epoch is self._epoch:
+            return
+        before, self._epoch = self._epoch, epoch
+        mine = self.membership.stages
+        for stage in [stage for stage, (log, _) in self._prepared.items() if log.restart != epoch.restart]:
+            del self._prepared[stage]
+            self.membership.prepared -= {stage}
+        for stage in [stage for stage in self.members if stage not in mine]:
+            del self.members[stage]
+            self._leaders.pop(stage, None)
+        for stage in sorted(mine - {-1}):
+            if stage not in self.members:
+                self.members[stage] = self._make_member(stage, self._prepared.pop(stage, None))
+                self.membership.prepared -= {stage}
+                self._led_by.pop(stage, None)
+            member = self.members[stage]
+            if member.log.restart != epoch.restart:
+                member.begin_anew(epoch.restart)
+                self._led_by.pop(stage, None)
+            leader = epoch.leader(stage)
+            if before is None or self._led_by.get(stage) != leader or before.leader(stage) != leader:
+                self._led_by[stage] = leader
+                member.reign = None
+                self._leaders.pop(stage, None)
+                if leader == self.membership.me:
+                    self._leaders[stage] = self._make_leader(member, epoch.id)
+
+    # --- messages
+
+    def _handle(self, now_s: float, sender: Seat, body: Rounds) -> Iterable[Body]:
+        """Act on a message about rounds; anything else than what stands here has no effect."""
+        if isinstance(body, Close):
+            return self._handle_close(sender, body)
+        if isinstance(body, Head):
+            if sender != self.epoch.leader(body.stage):
+                return []
+            closes = [c for member in self.members.values() for c in member.closes.values() if c.round >= body.round]
+            return [max(closes, key=lambda close: close.round)] if closes else []
+        if isinstance(body, Counted):
+            if 0 in self._leaders and body.done.body.author == sender:
+                self._leaders[0].take_done(body.done)
+            return []
+        stage = body.cut.stage if isinstance(body, Cutting) else None
+        stage = body.committed.entry.cut.stage if isinstance(body, Commit) else stage
+        stage = body.stage if isinstance(body, Status | Entries | Ready | Said | Blame) else stage
+        assert stage is not None
+        if sender not in self.epoch.roster(stage):
+            return []
+        if isinstance(body, Cutting | Commit | Entries):
+            return self._handle_as_member(sender, stage, body)
+        return self._handle_as_leader(now_s, sender, stage, body)
+
+    def _handle_close(self, sender: Seat, close: Close) -> Iterable[Body]:
+        for member in self.members.values():
+            is_leaders = sender in {self.epoch.leader(each) for each in range(self.membership.rules.num_stages)}
+            if is_leaders and member.reign is not None:
+                member.take_close(close)
+        return []
+
+    def _handle_as_member(self, sender: Seat, stage: int, body: Cutting | Commit | Entries) -> Iterable[Body]:
+        member = self.members.get(stage)
+        if member is None or sender != self.epoch.leader(stage) or sender == self.membership.me:
+            return []
+        if isinstance(body, Entries):
+            member.take_entries(body)
+        elif member.reign is not None and isinstance(body, Cutting):
+            member.take_cut(body.cut)
+        elif member.reign is not None and isinstance(body, Commit):
+            origin = self.membership.epoch_of(body.committed.entry.cut.epoch)
+            if origin is None or not member.take_commit(body.committed, origin):
+                return [member.status()]
+        return []
+
+    def _handle_as_leader(
+        self, now_s: float, sender: Seat, stage: int, body: Status | Ready | Said | Blame
+    ) -> Iterable[Body]:
+        leader = self._leaders.get(stage)
+        if leader is None:
+            return []
+        answer: Body | None = None
+        if isinstance(body, Status):
+            answer = leader.take_status(sender, body)
+        elif isinstance(body, Ready) and body.part.seat == sender:
+            answer = leader.take_ready(sender, body, now_s)
+        elif isinstance(body, Said) and body.statement.body.author == sender:
+            answer = leader.take_said(sender, body.statement)
+        elif isinstance(body, Blame):
+            leader.take_blame(sender, body)
+        return [answer] if answer is not None else []
+
+    # --- what this peer says by itself
+
+    def _lead(self, now_s: float, stage: int, resends: bool) -> list[Sent]:
+        leader, member = self._leaders.get(stage), self.members[stage]
+        if leader is None:
+            return []
+        for own in member.sayings(self.epoch):
+            if isinstance(own, Counted):
+                leader.take_done(own.done)
+            elif isinstance(own, Ready):
+                leader.take_ready(self.membership.me, own, now_s)
+            elif isinstance(own, Said):
+                leader.take_said(self.membership.me, own.statement)
+            elif isinstance(own, Blame):
+                leader.take_blame(self.membership.me, own)
+        said = leader.tick(now_s, self.epoch, self.membership.has_lease(now_s))
+        for own in said:
+            if isinstance(own, Cutting):
+                member.take_cut(own.cut)
+        sent = list[Sent]()
+        is_new = [type(each) for each in said] != self._spoken.get(stage) or any(isinstance(e, Commit) for e in said)
+        self._spoken[stage] = [type(each) for each in said]
+        if is_new or resends:
+            others = [seat for seat in self.epoch.roster(stage) if seat != self.membership.me]
+            sent += [(seat.peer, self._message(body)) for body in said for seat in others]
+            for body in said if stage == 0 else ():
+                if isinstance(body, Close):
+                    leaders = {self.epoch.leader(other) for other in range(1, self.membership.rules.num_stages)}
+                    sent += [(seat.peer, self._message(body)) for seat in leaders if seat is not None]
+        if resends and leader.is_synced:
+            for other in {self.epoch.leader(each) for each in range(self.membership.rules.num_stages)}:
+                if other is not None and other != self.membership.me:
+                    sent.append((other.peer, self._message(Head(stage, member.log.next_round))))
+        return sent
+
+    def _speak(self, stage: int, resends: bool) -> list[Sent]:
+        leader = self.epoch.leader(stage)
+        if leader is None or leader == self.membership.me:
+            return []
+        said = self.members[stage].sayings(self.epoch)
+        if not resends and [type(each) for each in said] == self._spoken.get(stage):
+            return []
+        self._spoken[stage] = [type(each) for each in said]
+        return [(leader.peer, self._message(body)) for body in said]
+
+    def _message(self, body: Body) -> Message:
+        return Message(self.membership.me, self.epoch.id, body)

@@ -1,0 +1,304 @@
+"""One seat's part in the rounds of a stage that it leads: it learns the log, closes, cuts and commits.
+
+It decides nothing that its members do not sign. The member's part of the same seat stands in member.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.log import Blamed, Committed, Cut, Entry, Have, Log, Name, Part, Pass
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import (
+    Blame,
+    Body,
+    Close,
+    Commit,
+    Cutting,
+    Done,
+    Entries,
+    Ready,
+    Status,
+    Timing,
+)
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
+
+# Attempts to average a round before one member's work is taken alone.
+MAX_TRIES = 3
+
+
+@dataclass
+class Round:
+    """The round that comes next, as the leader sees it."""
+
+    number: int
+    ready: dict[Seat, Part] = field(default_factory=dict)
+    first_ready_s: float = 0.0
+    cut: Cut | None = None
+    cut_s: float = 0.0
+    said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
+    blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
+
+
+class Leader:
+    """One seat's part in the rounds of a stage that it leads.
+
+    Args:
+        member: of the same seat
+        reign: the epoch since which it leads
+        averages: whether a round's entry has an update
+        epoch_of: an epoch that is not forgotten, by its id
+    """
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        reign: EpochId,
+        timing: Timing,
+        averages: Callable[[int], bool],
+        epoch_of: Callable[[EpochId], Epoch | None],
+    ):
+        self.reign = reign
+        self._member = member
+        self._timing = timing
+        self._averages = averages
+        self._epoch_of = epoch_of
+        self._since_s: float | None = None
+        self._statuses: dict[Seat, Status] = {}
+        self.is_synced = False
+        self._round = Round(member.log.next_round)
+        self._done: dict[Seat, Signed[Done]] = {}
+        # A later round's, of members that are ahead, where updates are delayed.
+        self._early: dict[Seat, Ready] = {}
+
+    # --- what it hears
+
+    def take_status(self, sender: Seat, status: Status) -> Body | None:
+        """Note where a member stands, or tell it the log."""
+        for close in status.closes:
+            self._member.take_close(close)
+        self._statuses[sender] = status
+        if not self.is_synced:
+            return None
+        theirs = Log(self._member.stage, self._member.log.restart, status.committed)
+        if theirs.age > self._member.log.age and not self._has_committed:
+            self._follow(theirs)
+        return self.entries()
+
+    def take_done(self, done: Signed[Done]) -> None:
+        """Note what a seat of stage 0 has done."""
+        known = self._done.get(done.body.author)
+        if known is None or (known.body.round, known.body.samples) <= (done.body.round, done.body.samples):
+            self._done[done.body.author] = done
+
+    def take_ready(self, sender: Seat, ready: Ready, now_s: float) -> Body | None:
+        """Note what a member brings, or tell it the log."""
+        log, present = self._member.log, self._round
+        if not self.is_synced:
+            return None
+        if (ready.round, ready.head) != (log.next_round, log.head):
+            if ready.round > log.next_round:
+                self._early[sender] = ready
+                return None
+            return self.entries()
+        present.first_ready_s = present.first_ready_s if present.ready else now_s
+        present.ready[sender] = ready.part
+        return None
+
+    def take_said(self, sender: Seat, statement: Signed[Have] | Signed[Pass]) -> Body | None:
+        """Note that a member has the result of the cut, or agrees to be left out."""
+        cut = self._round.cut
+        if not self.is_synced:
+            return None
+        if cut is None or statement.body.cut != cut.hash:
+            return self.entries()
+        self._round.said[sender] = statement
+        return None
+
+    def take_blame(self, sender: Seat, blame: Blame) -> None:
+        """Note that a member has no result, and whom it blames."""
+        cut = self._round.cut
+        if cut is not None and blame.statement.body.cut == cut.hash and sender in cut.seats:
+            self._round.blamed[sender] = blame.statement
+
+    # --- what it does
+
+    def entries(self) -> Entries:
+        """The log, for members."""
+        log, closes = self._member.log, self._member.closes
+        newest = max(closes, default=0)
+        lost = closes[newest] if newest > log.next_round + self._member.lag else None
+        return Entries(log.stage, self.reign, log.committed, lost)
+
+    @property
+    def _has_committed(self) -> bool:
+        committed = self._member.log.committed
+        return bool(committed) and committed[-1].entry.cut.epoch >= self.reign
+
+    def tick(self, now_s: float, epoch: Epoch, has_lease: bool) -> list[Body]:
+        """Go on as far as what was heard allows; returns what all members should hear."""
+        if self._since_s is None:
+            self._since_s = now_s
+        if not self.is_synced:
+            self._sync(now_s, epoch)
+            return [self.entries()] if self.is_synced else []
+        if not has_lease:
+            return []
+        if self._round.number != self._member.log.next_round:
+            self._begin_round(now_s)
+        if (entries := self.entries()).lost is not None:
+            self._member.take_entries(entries)
+            return [entries]
+        if self._member.stage == 0:
+            self._close(epoch)
+        present = self._round
+        if present.number not in self._member.closes:
+            return []
+        said: list[Body] = [self._member.closes[present.number]]
+        if present.cut is None:
+            self._cut_when_ready(now_s, epoch)
+        else:
+            if (committed := self._agreed(now_s, epoch)) is not None:
+                self._member.take_commit(committed, self._epoch_of(committed.entry.cut.epoch) or epoch)
+                return [Commit(committed)]
+            self._cut_again_after_failure(now_s, epoch)
+        return [*said, *([Cutting(present.cut)] if present.cut is not None else [])]
+
+    def _begin_round(self, now_s: float) -> None:
+        self._round = Round(self._member.log.next_round)
+        early, self._early = self._early, {}
+        for sender, ready in early.items():
+            self.take_ready(sender, ready, now_s)
+
+    def _close(self, epoch: Epoch) -> None:
+        counts = tuple(
+            done for seat, done in sorted(self._done.items()) if done.body.epoch == epoch.id and seat in epoch.roster(0)
+        )
+        for number in sorted({done.body.round for done in counts}):
+            close = Close(number, tuple(done for done in counts if done.body.round == number))
+            self._member.take_close(close)
+
+    # --- the log
+
+    def _sync(self, now_s: float, epoch: Epoch) -> None:
+        """Take the longest log that a member has, and the entry that a quorum has signed already."""
+        roster = epoch.roster(self._member.stage)
+        self._statuses[self._member.me] = self._member.status()
+        assert self._since_s is not None
+        is_complete = set(roster) <= set(self._statuses)
+        if not is_complete and now_s < self._since_s + self._timing.status_s:
+            return
+        logs = [Log(self._member.stage, self._member.log.restart, s.committed) for s in self._statuses.values()]
+        longest = max(logs, key=lambda log: log.age)
+        self._follow(longest)
+        for committed in self._signed_already():
+            if self._member.take_commit(committed, self._epoch_of(committed.entry.cut.epoch) or epoch):
+                break
+        self.is_synced = True
+        self._round = Round(self._member.log.next_round)
+
+    def _follow(self, log: Log) -> None:
+        """Take a member's log for the stage's."""
+        self._member.take_log(log, self.reign)
+        self._round = Round(self._member.log.next_round)
+
+    def _signed_already(self) -> list[Committed]:
+        """Entries that follow from what members have signed for the cut of the open round."""
+        said: dict[tuple[Cut, str], list[Signed[Have] | Signed[Pass]]] = {}
+        for status in self._statuses.values():
+            for cut, statement in status.said:
+                if isinstance(statement.body, Have):
+                    said.setdefault((cut, statement.body.digest), []).append(statement)
+        for (cut, _), statements in said.items():
+            for status in self._statuses.values():
+                statements += [s for c, s in status.said if c == cut and isinstance(s.body, Pass)]
+        found = [Committed(Entry(cut, digest), tuple(statements)) for (cut, digest), statements in said.items()]
+        # In a run of few tickets one statement is enough, but not where others of the cut may have another result.
+        return [each for each in found if 2 * len(each.agreement) > len(each.entry.cut.parts)]
+
+    # --- cuts
+
+    def _cut_when_ready(self, now_s: float, epoch: Epoch) -> None:
+        present = self._round
+        roster = epoch.roster(self._member.stage)
+        present.ready = {seat: part for seat, part in present.ready.items() if seat in roster}
+        if not present.ready:
+            return
+        waits = now_s < present.first_ready_s + self._timing.ready_s
+        if set(roster) <= set(present.ready) or not waits:
+            self._cut(now_s, epoch, list(present.ready), 0)
+
+    def _cut(
+        self, now_s: float, epoch: Epoch, seats: list[Seat], attempt: int, blamed: tuple[Signed[Blamed], ...] = ()
+    ) -> None:
+        present, log = self._round, self._member.log
+        taken, parts = set[Name](), list[Part]()
+        for seat in sorted(seats):
+            brings = tuple(each for each in present.ready[seat].brings if each.name not in taken)
+            taken |= {each.name for each in brings}
+            parts.append(Part(seat, brings))
+        averages = self._averages(present.number)
+        present.cut = Cut(log.stage, present.number, epoch.id, attempt, log.head, averages, tuple(parts), blamed)
+        present.cut_s, present.said, present.blamed = now_s, {}, {}
+
+    def _agreed(self, now_s: float, epoch: Epoch) -> Committed | None:
+        """The entry, once all members of the cut have the same result, or a quorum has and the others have had time."""
+        present = self._round
+        cut = present.cut
+        assert cut is not None
+        digests = Counter(s.body.digest for s in present.said.values() if isinstance(s.body, Have))
+        if not digests:
+            return None
+        digest, count = max(digests.items(), key=lambda item: (item[1], item[0]))
+        is_late = now_s > present.cut_s + self._timing.average_s or bool(present.blamed)
+        if count < len(cut.parts) and not (is_late and 2 * count > len(cut.parts)):
+            return None
+        entry, agreement = Entry(cut, digest), tuple(present.said.values())
+        origin = self._epoch_of(cut.epoch)
+        return Committed(entry, agreement) if origin is not None and entry.is_agreed(agreement, origin) else None
+
+    def _cut_again_after_failure(self, now_s: float, epoch: Epoch) -> None:
+        """Try again without those that said nothing, or without accuser and accused; then with all once more."""
+        present = self._round
+        cut = present.cut
+        assert cut is not None
+        roster = set(epoch.roster(self._member.stage))
+        gone = set(cut.seats) - roster
+        silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
+        is_late = now_s > present.cut_s + self._timing.average_s
+        if not gone and not is_late and not (present.blamed and not silent):
+            return
+        ready, attempt = set(present.ready) & roster, cut.attempt + 1
+        blamed: tuple[Signed[Blamed], ...] = ()
+        left = set(cut.seats) & ready - (silent if is_late else set())
+        if not gone and not silent:
+            blamed = self._most_named()
+            left -= {seat for signed in blamed for seat in (signed.body.author, *signed.body.seats)}
+        if attempt % MAX_TRIES == 0 or not left:
+            blamed, left = (), ready
+            if not epoch.is_divided and ready:
+                left = {max(ready, key=lambda seat: (present.ready[seat].weight, seat))}
+        if left:
+            self._cut(now_s, epoch, sorted(left), attempt, blamed)
+        else:
+            self._round = Round(present.number)
+
+    def _most_named(self) -> tuple[Signed[Blamed], ...]:
+        """The accusation between the two seats of which most accusations are: a liar is one of them."""
+        pairs = Counter(
+            frozenset({author, accused})
+            for author, signed in self._round.blamed.items()
+            for accused in signed.body.seats
+        )
+        if not pairs:
+            return ()
+        worst = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
+        for author, signed in sorted(self._round.blamed.items()):
+            if author in worst and worst <= {author, *signed.body.seats}:
+                # The others whom it accuses stay.
+                return (signed,)
+        return ()
