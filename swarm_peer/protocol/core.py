@@ -11,20 +11,21 @@ from dataclasses import dataclass
 
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Log
+from swarm_peer.protocol.log import Close, Committed, Log
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
     Blame,
     Body,
-    Close,
     Commit,
     Counted,
     Cutting,
     Entries,
+    Evidence,
     Head,
     Message,
     Ready,
+    Recall,
     Rounds,
     Said,
     Sent,
@@ -63,6 +64,25 @@ class RoundRules:
             and signed.body.author in epoch.roster(0)
         }
         return len(counted) == len(close.counts) and sum(counted.values()) >= self.batch
+
+
+def epochs_in(body: Rounds) -> set[EpochId]:
+    """The epochs that a message's statements are about."""
+    entries, closes, cuts = tuple[Committed, ...](), list[Close](), set[EpochId]()
+    match body:
+        case Close():
+            closes = [body]
+        case Cutting(cut):
+            cuts = {cut.epoch}
+        case Commit(committed) | Evidence(committed):
+            entries = (committed,)
+        case Entries():
+            entries = body.committed if body.lost is None else (*body.committed, body.lost)
+        case Status():
+            entries, closes = body.committed, list(body.closes)
+    closes += [committed.close for committed in entries]
+    cuts |= {committed.entry.cut.epoch for committed in entries}
+    return cuts | {signed.body.epoch for close in closes for signed in close.counts}
 
 
 class Core:
@@ -166,13 +186,17 @@ class Core:
 
     def _handle(self, now_s: float, sender: Seat, body: Rounds) -> Iterable[Body]:
         """Act on a message about rounds; anything else than what stands here has no effect."""
+        unknown = [past for past in epochs_in(body) if self.membership.epoch_of(past) is None]
+        if unknown:
+            return [Recall(max(unknown))]
         if isinstance(body, Close):
             return self._handle_close(sender, body)
         if isinstance(body, Head):
-            if sender != self.epoch.leader(body.stage):
-                return []
-            closes = [c for member in self.members.values() for c in member.closes.values() if c.round >= body.round]
-            return [max(closes, key=lambda close: close.round)] if closes else []
+            return self._handle_head(sender, body)
+        if isinstance(body, Evidence):
+            for leader in self._leaders.values():
+                leader.take_evidence(body.committed)
+            return []
         if isinstance(body, Counted):
             if 0 in self._leaders and body.done.body.author == sender:
                 self._leaders[0].take_done(body.done)
@@ -189,10 +213,21 @@ class Core:
 
     def _handle_close(self, sender: Seat, close: Close) -> Iterable[Body]:
         for member in self.members.values():
-            is_leaders = sender in {self.epoch.leader(each) for each in range(self.membership.rules.num_stages)}
-            if is_leaders and member.reign is not None:
+            if sender in self._stage_leaders() and member.reign is not None:
                 member.take_close(close)
         return []
+
+    def _handle_head(self, sender: Seat, head: Head) -> Iterable[Body]:
+        """Note where another stage stands, and tell its leader what it lacks."""
+        if sender != self.epoch.leader(head.stage):
+            return
+        for stage, leader in self._leaders.items():
+            if stage != head.stage and (evidence := leader.take_head(sender, head)) is not None:
+                yield Evidence(evidence)
+        closes = [close for member in self.members.values() if (close := member.newest_close()) is not None]
+        newest = max(closes, key=lambda close: close.round, default=None)
+        if newest is not None and newest.round >= head.round:
+            yield newest
 
     def _handle_as_member(self, sender: Seat, stage: int, body: Cutting | Commit | Entries) -> Iterable[Body]:
         member = self.members.get(stage)
@@ -202,10 +237,8 @@ class Core:
             member.take_entries(body)
         elif member.reign is not None and isinstance(body, Cutting):
             member.take_cut(body.cut)
-        elif member.reign is not None and isinstance(body, Commit):
-            origin = self.membership.epoch_of(body.committed.entry.cut.epoch)
-            if origin is None or not member.take_commit(body.committed, origin):
-                return [member.status()]
+        elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
+            return [member.status()]
         return []
 
     def _handle_as_leader(
@@ -252,12 +285,14 @@ class Core:
             sent += [(seat.peer, self._message(body)) for body in said for seat in others]
             for body in said if stage == 0 else ():
                 if isinstance(body, Close):
-                    leaders = {self.epoch.leader(other) for other in range(1, self.membership.rules.num_stages)}
-                    sent += [(seat.peer, self._message(body)) for seat in leaders if seat is not None]
-        if resends and leader.is_synced:
-            for other in {self.epoch.leader(each) for each in range(self.membership.rules.num_stages)}:
-                if other is not None and other != self.membership.me:
-                    sent.append((other.peer, self._message(Head(stage, member.log.next_round))))
+                    sent += [(seat.peer, self._message(body)) for seat in self._stage_leaders() if seat not in others]
+        if (resends or is_new) and leader.is_synced:
+            head = leader.head()
+            for other_stage, other in self._leaders.items():
+                if other_stage != stage:
+                    other.take_head(self.membership.me, head)
+            others = [seat for seat in self._stage_leaders() if seat != self.membership.me]
+            sent += [(seat.peer, self._message(head)) for seat in others]
         return sent
 
     def _speak(self, stage: int, resends: bool) -> list[Sent]:
@@ -269,6 +304,10 @@ class Core:
             return []
         self._spoken[stage] = [type(each) for each in said]
         return [(leader.peer, self._message(body)) for body in said]
+
+    def _stage_leaders(self) -> list[Seat]:
+        leaders = (self.epoch.leader(stage) for stage in range(self.membership.rules.num_stages))
+        return list(dict.fromkeys(seat for seat in leaders if seat is not None))
 
     def _message(self, body: Body) -> Message:
         return Message(self.membership.me, self.epoch.id, body)

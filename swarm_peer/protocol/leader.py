@@ -10,16 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm_peer.protocol.epochs import Epoch
-from swarm_peer.protocol.log import Blamed, Committed, Cut, Entry, Have, Log, Name, Part, Pass
+from swarm_peer.protocol.log import Blamed, Close, Committed, Cut, Done, Entry, Have, Log, Name, Part, Pass
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import (
     Blame,
     Body,
-    Close,
     Commit,
     Cutting,
-    Done,
     Entries,
+    Head,
     Ready,
     Status,
     Timing,
@@ -59,12 +58,14 @@ class Leader:
         member: Member,
         reign: EpochId,
         timing: Timing,
+        num_stages: int,
         averages: Callable[[int], bool],
         epoch_of: Callable[[EpochId], Epoch | None],
     ):
         self.reign = reign
         self._member = member
         self._timing = timing
+        self._num_stages = num_stages
         self._averages = averages
         self._epoch_of = epoch_of
         self._since_s: float | None = None
@@ -74,6 +75,9 @@ class Leader:
         self._done: dict[Seat, Signed[Done]] = {}
         # A later round's, of members that are ahead, where updates are delayed.
         self._early: dict[Seat, Ready] = {}
+        # Of each other stage, the leader that told it, and what rounds were computed from.
+        self._heads: dict[int, tuple[Seat, dict[int, str]]] = {}
+        self.evidence: Committed | None = None
 
     # --- what it hears
 
@@ -84,8 +88,8 @@ class Leader:
         self._statuses[sender] = status
         if not self.is_synced:
             return None
-        theirs = Log(self._member.stage, self._member.log.restart, status.committed)
-        if theirs.age > self._member.log.age and not self._has_committed:
+        theirs = self._member.log_of(status.committed)
+        if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
             self._follow(theirs)
         return self.entries()
 
@@ -129,10 +133,41 @@ class Leader:
 
     def entries(self) -> Entries:
         """The log, for members."""
-        log, closes = self._member.log, self._member.closes
-        newest = max(closes, default=0)
-        lost = closes[newest] if newest > log.next_round + self._member.lag else None
-        return Entries(log.stage, self.reign, log.committed, lost)
+        return Entries(self._member.stage, self.reign, self._member.log.committed, self.evidence)
+
+    def head(self) -> Head:
+        """Where the stage stands, for the leaders of others."""
+        log, lag = self._member.log, self._member.lag
+        bases = ((number, log.base_of(number, lag)) for number in range(log.next_round - 2, log.next_round + lag + 1))
+        return Head(log.stage, log.next_round, tuple((number, base) for number, base in bases if base is not None))
+
+    def take_head(self, sender: Seat, head: Head) -> Committed | None:
+        """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
+        self._heads[head.stage] = sender, dict(head.bases)
+        committed = self._member.log.committed
+        if not self.is_synced or not committed:
+            return None
+        cut = committed[-1].entry.cut
+        known = self._heads[head.stage][1]
+        is_fine = cut.round < head.bases[0][0] or known.get(cut.round) == cut.base[head.stage] if head.bases else False
+        return None if is_fine else committed[-1]
+
+    def take_evidence(self, committed: Committed) -> None:
+        """Note that an entry of another stage was computed from one that this stage has lost."""
+        if self.is_synced and self._member.look_whether_lost(committed):
+            self.evidence = committed
+
+    def _base(self, number: int, epoch: Epoch) -> tuple[str, ...] | None:
+        """The heads that a round was computed from, as the leaders of all stages have told; None before they have."""
+        bases = list[str]()
+        for stage in range(self._num_stages):
+            sender, known = self._heads.get(stage, (None, {}))
+            if stage == self._member.stage:
+                sender, known = epoch.leader(stage), dict(self.head().bases)
+            if sender is None or sender != epoch.leader(stage) or number not in known:
+                return None
+            bases.append(known[number])
+        return tuple(bases)
 
     @property
     def _has_committed(self) -> bool:
@@ -150,9 +185,8 @@ class Leader:
             return []
         if self._round.number != self._member.log.next_round:
             self._begin_round(now_s)
-        if (entries := self.entries()).lost is not None:
-            self._member.take_entries(entries)
-            return [entries]
+        if self.evidence is not None:
+            return [self.entries()]
         if self._member.stage == 0:
             self._close(epoch)
         present = self._round
@@ -163,7 +197,7 @@ class Leader:
             self._cut_when_ready(now_s, epoch)
         else:
             if (committed := self._agreed(now_s, epoch)) is not None:
-                self._member.take_commit(committed, self._epoch_of(committed.entry.cut.epoch) or epoch)
+                self._member.take_commit(committed)
                 return [Commit(committed)]
             self._cut_again_after_failure(now_s, epoch)
         return [*said, *([Cutting(present.cut)] if present.cut is not None else [])]
@@ -192,11 +226,11 @@ class Leader:
         is_complete = set(roster) <= set(self._statuses)
         if not is_complete and now_s < self._since_s + self._timing.status_s:
             return
-        logs = [Log(self._member.stage, self._member.log.restart, s.committed) for s in self._statuses.values()]
-        longest = max(logs, key=lambda log: log.age)
+        logs = [self._member.log_of(status.committed) for status in self._statuses.values()]
+        longest = max(filter(None, logs), key=lambda log: log.age)
         self._follow(longest)
         for committed in self._signed_already():
-            if self._member.take_commit(committed, self._epoch_of(committed.entry.cut.epoch) or epoch):
+            if self._member.take_commit(committed):
                 break
         self.is_synced = True
         self._round = Round(self._member.log.next_round)
@@ -216,7 +250,10 @@ class Leader:
         for (cut, _), statements in said.items():
             for status in self._statuses.values():
                 statements += [s for c, s in status.said if c == cut and isinstance(s.body, Pass)]
-        found = [Committed(Entry(cut, digest), tuple(statements)) for (cut, digest), statements in said.items()]
+        close = self._member.closes.get(self._member.log.next_round)
+        if close is None:
+            return []
+        found = [Committed(Entry(cut, digest), tuple(each), close) for (cut, digest), each in said.items()]
         # In a run of few tickets one statement is enough, but not where others of the cut may have another result.
         return [each for each in found if 2 * len(each.agreement) > len(each.entry.cut.parts)]
 
@@ -236,13 +273,17 @@ class Leader:
         self, now_s: float, epoch: Epoch, seats: list[Seat], attempt: int, blamed: tuple[Signed[Blamed], ...] = ()
     ) -> None:
         present, log = self._round, self._member.log
+        if (base := self._base(present.number, epoch)) is None:
+            return
         taken, parts = set[Name](), list[Part]()
         for seat in sorted(seats):
-            brings = tuple(each for each in present.ready[seat].brings if each.name not in taken)
+            brings = tuple(
+                each for each in present.ready[seat].brings if each.name not in taken and each.base in ((), base)
+            )
             taken |= {each.name for each in brings}
             parts.append(Part(seat, brings))
         averages = self._averages(present.number)
-        present.cut = Cut(log.stage, present.number, epoch.id, attempt, log.head, averages, tuple(parts), blamed)
+        present.cut = Cut(log.stage, present.number, epoch.id, attempt, log.head, base, averages, tuple(parts), blamed)
         present.cut_s, present.said, present.blamed = now_s, {}, {}
 
     def _agreed(self, now_s: float, epoch: Epoch) -> Committed | None:
@@ -259,7 +300,8 @@ class Leader:
             return None
         entry, agreement = Entry(cut, digest), tuple(present.said.values())
         origin = self._epoch_of(cut.epoch)
-        return Committed(entry, agreement) if origin is not None and entry.is_agreed(agreement, origin) else None
+        close = self._member.closes[cut.round]
+        return Committed(entry, agreement, close) if origin is not None and entry.is_agreed(agreement, origin) else None
 
     def _cut_again_after_failure(self, now_s: float, epoch: Epoch) -> None:
         """Try again without those that said nothing, or without accuser and accused; then with all once more."""

@@ -5,7 +5,7 @@ Owns what makes an entry valid. Knows nothing of how one comes about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -28,11 +28,13 @@ class Contribution(NamedTuple):
         name: it is in a cut once, however many members could bring it
         weight: targets that it was computed on
         samples: that it was computed on, by ids
+        base: heads of all stages that those of its own round were computed from; empty where there are none
     """
 
     name: Name
     weight: int
     samples: tuple[str, ...]
+    base: tuple[str, ...]
 
 
 class Part(NamedTuple):
@@ -62,6 +64,7 @@ class Cut:
     Attributes:
         epoch: in which it was made; its roster says whose agreement it needs
         parent: hash of the entry before
+        base: the heads of all stages that the round was computed from
         averages: whether its members average what they bring
         blamed: statements for which both accuser and accused are left out
     """
@@ -71,6 +74,7 @@ class Cut:
     epoch: EpochId
     attempt: int
     parent: str
+    base: tuple[str, ...]
     averages: bool
     parts: tuple[Part, ...]
     blamed: tuple[Signed[Blamed], ...] = ()
@@ -152,11 +156,37 @@ class Entry:
         return bool(have) and epoch.is_quorum((have | agree) & set(roster), roster)
 
 
+@dataclass(frozen=True)
+class Done(Statement):
+    """A seat of stage 0 has had so many samples of a round computed.
+
+    Attributes:
+        base: the heads of all stages that these were computed from
+    """
+
+    round: int
+    samples: int
+    base: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Close:
+    """The batch of a round is full, as these counts show: nothing more is let into it."""
+
+    round: int
+    counts: tuple[Signed[Done], ...]
+
+
 class Committed(NamedTuple):
-    """An entry with what shows that it was committed."""
+    """An entry with what shows that it was committed, and that its round was over."""
 
     entry: Entry
     agreement: Agreement
+    close: Close
+
+
+# An epoch that was chosen, by its id; None if it is not known.
+EpochOf = Callable[[EpochId], Epoch | None]
 
 
 class Log:
@@ -196,9 +226,29 @@ class Log:
         """By which the longer log of two is known; of equally long ones that of the later epoch."""
         return self.next_round, self._committed[-1].entry.cut.epoch if self._committed else None
 
+    def is_valid(self, known: set[str], epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
+        """Whether each entry follows the one before, and was committed; those that are known need no look."""
+        head = self.base
+        for number, (entry, agreement, close) in enumerate(self._committed, self.restart.first_round):
+            cut = entry.cut
+            if (cut.stage, cut.round, cut.parent) != (self.stage, number, head):
+                return False
+            head = entry.hash
+            if head in known:
+                continue
+            epoch = epoch_of(cut.epoch)
+            if epoch is None or close.round != number or not entry.is_agreed(agreement, epoch) or not fills(close):
+                return False
+        return True
+
     def heads(self) -> list[str]:
         """The base, and the hash of each entry."""
         return [self.base, *(committed.entry.hash for committed in self._committed)]
+
+    def base_of(self, number: int, lag: int) -> str | None:
+        """The head that a round was computed from; None if this log does not reach so far, or begins later."""
+        index, heads = number - lag - self.restart.first_round, self.heads()
+        return heads[max(index, 0)] if -lag <= index < len(heads) else None
 
     def append(self, committed: Committed) -> None:
         """Add the entry that comes next."""

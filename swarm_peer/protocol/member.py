@@ -10,12 +10,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from swarm_peer.protocol.epochs import Epoch, Restart
-from swarm_peer.protocol.log import Blamed, Committed, Contribution, Cut, Have, Log, Name, Part, Pass
-from swarm_peer.protocol.messages import Blame, Body, Close, Counted, Done, Entries, Ready, Said, Status
+from swarm_peer.protocol.log import (
+    Blamed,
+    Close,
+    Committed,
+    Contribution,
+    Cut,
+    Done,
+    EpochOf,
+    Have,
+    Log,
+    Name,
+    Part,
+    Pass,
+)
+from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Ready, Said, Status
 from swarm_peer.protocol.statements import EpochId, Seat, Sign, Signed
-
-# The beginning of the run is itself a base for all stages.
-MAX_CLOSES = 3
 
 
 @dataclass
@@ -68,6 +78,7 @@ class Member:
         lag: int,
         averages: Callable[[int], bool],
         sign: Sign,
+        epoch_of: EpochOf,
         fills: Callable[[Close], bool],
         log: Log | None = None,
         state: str = "",
@@ -86,6 +97,7 @@ class Member:
         self.lag = lag
         self._averages = averages
         self._sign = sign
+        self._epoch_of = epoch_of
         self.fills = fills
         self.open: dict[int, OpenRound] = {}
 
@@ -124,8 +136,9 @@ class Member:
 
     def base(self, number: int) -> str:
         """The head that microbatches of an open round are computed from."""
-        heads = self.log.heads()
-        return heads[max(0, min(len(heads) - 1, number - self.lag - self.log.restart.first_round))]
+        found = self.log.base_of(number, self.lag)
+        assert found is not None, "a round is open once it has a base"
+        return found
 
     def computed(self, number: int, samples: Iterable[str], base: tuple[str, ...]) -> bool:
         """Samples of an open round were computed, and their gradients are kept; False if they must not be."""
@@ -171,9 +184,16 @@ class Member:
         present = self.open.get(self.log.next_round)
         own = (*self.carried, *(present.samples if present is not None else ()))
         kept = [each for name, each in self.guests.items() if name.seat != self.me]
-        return [*([Contribution(Name(self.me, number), len(own), own)] if own else []), *kept]
+        base = (present.base if present is not None else None) or ()
+        return [*([Contribution(Name(self.me, number), len(own), own, base)] if own else []), *kept]
 
     # --- what it hears of its leader
+
+    def newest_close(self) -> Close | None:
+        """The close of the newest round that this seat knows to be over."""
+        if self.closes:
+            return self.closes[max(self.closes)]
+        return self.log.committed[-1].close if self.log.committed else None
 
     def take_close(self, close: Close) -> bool:
         """Close a round, if these counts fill its batch. Returns whether it is closed."""
@@ -199,8 +219,12 @@ class Member:
             present.cut, present.said, present.failed = cut, None, None
             if may_pass:
                 present.said = self._sign(Pass(self.me, cut.epoch, cut.hash))
-        elif mine is not None and set(own.brings) <= set(mine.brings):
+        elif mine is not None and set(own.brings) <= set(mine.brings) and self._is_of_base(own, cut):
             present.cut, present.said, present.failed = cut, None, None
+
+    def _is_of_base(self, part: Part, cut: Cut) -> bool:
+        is_ours = cut.base[self.stage] == self.base(cut.round)
+        return is_ours and all(each.base in ((), cut.base) for each in part.brings)
 
     def _is_left_out_rightly(self, present: OpenRound, cut: Cut) -> bool:
         """Whether a seat that is ready agrees to be left out: it was too slow, or its accuser is left out as well."""
@@ -208,15 +232,21 @@ class Member:
         accusers = {signed.body.author for signed in cut.blamed if self.me in signed.body.seats}
         return was_slow or bool(accusers - set(cut.seats))
 
-    def take_commit(self, committed: Committed, epoch: Epoch) -> bool:
+    def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
+        """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""
+        log = Log(self.stage, self.log.restart, committed)
+        return log if log.is_valid(set(self.log.heads()), self._epoch_of, self.fills) else None
+
+    def take_commit(self, committed: Committed) -> bool:
         """Follow an entry that comes next. Returns False if the log has to be asked for."""
-        entry, agreement = committed
+        entry, agreement, close = committed
         cut = entry.cut
         if cut.round < self.log.next_round:
             return True
         if (cut.round, cut.parent) != (self.log.next_round, self.log.head):
             return False
-        if not entry.is_agreed(agreement, epoch):
+        epoch = self._epoch_of(cut.epoch)
+        if epoch is None or not entry.is_agreed(agreement, epoch) or close.round != cut.round or not self.fills(close):
             return False
         self._append(committed)
         return True
@@ -226,7 +256,9 @@ class Member:
         reign = entries.reign
         if self._newest_reign is not None and reign < self._newest_reign:
             return
-        theirs, known = Log(self.stage, self.log.restart, entries.committed), self.log.heads()
+        theirs, known = self.log_of(entries.committed), self.log.heads()
+        if theirs is None:
+            return
         if theirs.heads()[: len(known)] == known:
             for committed in entries.committed[len(known) - 1 :]:
                 self._append(committed)
@@ -238,9 +270,18 @@ class Member:
         elif reign != self._newest_reign:
             return  # it says again where it stands
         self.reign = self._newest_reign = reign
-        lost = entries.lost
-        if lost is not None and lost.round > self.log.next_round + self.lag and self.fills(lost):
-            self.is_lost = True
+        if entries.lost is not None:
+            self.look_whether_lost(entries.lost)
+
+    def look_whether_lost(self, evidence: Committed) -> bool:
+        """Note that entries of this stage are gone, if an entry of another was computed from one that its log lacks."""
+        cut = evidence.entry.cut
+        epoch = self._epoch_of(cut.epoch)
+        if epoch is None or cut.stage == self.stage or cut.round < self.log.restart.first_round:
+            return self.is_lost
+        if evidence.entry.is_agreed(evidence.agreement, epoch):
+            self.is_lost |= self.log.base_of(cut.round, self.lag) != cut.base[self.stage]
+        return self.is_lost
 
     def take_log(self, log: Log, reign: EpochId) -> None:
         """As the leader of the stage, take another member's log for the stage's, which is at least as long."""
@@ -267,8 +308,7 @@ class Member:
         if isinstance(said, Have) and (said.cut, said.digest) == (entry.cut.hash, entry.digest):
             # The driver has the update, and applies it before it does anything else.
             self.state = entry.hash
-        for number in [number for number in self.closes if number < self.log.next_round - MAX_CLOSES]:
-            del self.closes[number]
+        self.closes.pop(entry.cut.round, None)
 
     def _give_up_open(self) -> None:
         self.lost += [*self.carried, *(sample for present in self.open.values() for sample in present.samples)]
@@ -293,8 +333,7 @@ class Member:
         if not self._averages(number):
             return Part(self.me, ())
         own = (*self.carried, *present.samples)
-        is_right = present.base is None or present.base == base_of(self.closes[number])
-        brings = [Contribution(Name(self.me, number), len(own), own)] if own and is_right else []
+        brings = [Contribution(Name(self.me, number), len(own), own, present.base or ())] if own else []
         return Part(self.me, (*brings, *(each for name, each in self.guests.items() if name.round == number)))
 
     def sayings(self, epoch: Epoch) -> list[Body]:
@@ -320,11 +359,3 @@ class Member:
         present = self.open.get(self.log.next_round)
         said = () if present is None or present.cut is None or present.said is None else ((present.cut, present.said),)
         return Status(self.stage, self.log.committed, self.state, tuple(self.closes.values()), said)
-
-
-def base_of(close: Close) -> tuple[str, ...]:
-    """The heads that most samples of a round were counted under."""
-    weights = dict[tuple[str, ...], int]()
-    for signed in close.counts:
-        weights[signed.body.base] = weights.get(signed.body.base, 0) + signed.body.samples
-    return max(weights, key=lambda base: (weights[base], base), default=())

@@ -21,6 +21,7 @@ from swarm_peer.protocol.messages import (
     Prepare,
     Probe,
     Promise,
+    Recall,
     Sent,
     Timing,
     Vote,
@@ -92,6 +93,7 @@ class Membership:
         self._sign = sign
         self._sign_as_key = sign_as_key
         self._chain = [first]
+        self._past: dict[EpochId, Epoch] = {}
         self._now_s = 0.0
         self._out: list[Sent] = []
         self._heard_s: dict[Seat, float] = {}
@@ -122,8 +124,9 @@ class Membership:
         return self._chain[-1].epoch
 
     def epoch_of(self, epoch_id: EpochId) -> Epoch | None:
-        """An epoch that this seat has followed and not forgotten, by its id."""
-        return next((each.epoch for each in reversed(self._chain) if each.epoch.id == epoch_id), None)
+        """An epoch that this seat knows to have been chosen, and has not forgotten, by its id."""
+        followed = (each.epoch for each in reversed(self._chain) if each.epoch.id == epoch_id)
+        return next(followed, self._past.get(epoch_id))
 
     @property
     def stages(self) -> frozenset[int]:
@@ -147,6 +150,8 @@ class Membership:
         sender, body = message.sender, message.body
         if isinstance(body, News):
             self._take(body.epochs)
+        elif isinstance(body, Recall):
+            self._tell_past(sender.peer, body.past)
         elif message.epoch < self.epoch.id or isinstance(body, Fetch):
             self._tell_news(sender.peer, message.epoch)
         elif message.epoch > self.epoch.id:
@@ -181,7 +186,7 @@ class Membership:
             case Probe():
                 self._send(sender.peer, Alive())
             case Missing(seats) if is_voter:
-                for seat in seats & set(self.epoch.seats):
+                for seat in sorted(seats & set(self.epoch.seats)):
                     self._probed_s.setdefault(seat, self._now_s)
             case Wanted(wish) if is_voter and is_sound(wish.body, self.epoch, self.rules):
                 self._wishes[_subject(wish.body)] = wish
@@ -382,9 +387,12 @@ class Membership:
                 self._tell_news(seat.peer, before.id)
 
     def _take(self, epochs: Iterable[Certified]) -> None:
-        """Follow each of these epochs that is certified."""
+        """Follow each of these epochs that is certified and newer; remember those that are older."""
+        before: Epoch | None = None
         for certified in epochs:
             epoch, own = certified.epoch, self.epoch
+            if certified.is_of_key or (before is not None and certified.follows(before)):
+                self._past[epoch.id] = before = epoch
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
                 self._chain = [*self._chain, self._anchored(certified)][-KEPT_EPOCHS:]
             # Two epochs of one id are a liar's work: all take the same one.
@@ -393,6 +401,8 @@ class Membership:
             else:
                 continue
             self._begin_epoch()
+        while len(self._past) > KEPT_EPOCHS:
+            del self._past[min(self._past)]
 
     def _anchored(self, certified: Certified) -> Certified:
         """The epoch with the run key's signature besides, if this process holds the key: a place to begin from."""
@@ -400,6 +410,16 @@ class Membership:
             return certified
         signed = self._sign_as_key(KeySigned(certified.epoch.hash))
         return Certified(certified.epoch, (*certified.certificate, signed))
+
+    def _tell_past(self, peer: str, epoch_id: EpochId) -> None:
+        """Tell an epoch, and those before it down to one that the run key has signed."""
+        told = list[Certified]()
+        for certified in reversed(self._chain):
+            if told or certified.epoch.id == epoch_id:
+                told.insert(0, certified)
+            if told and certified.is_of_key:
+                self._send(peer, News(tuple(told)))
+                return
 
     def _tell_news(self, peer: str, since: EpochId) -> None:
         newer = [certified for certified in self._chain if certified.epoch.id > since]

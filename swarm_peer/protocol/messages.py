@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_peer.protocol.epochs import Certified
-from swarm_peer.protocol.log import Blamed, Committed, Cut, Have, Part, Pass
-from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, Seat, Signed, Statement, Wish
+from swarm_peer.protocol.log import Blamed, Close, Committed, Cut, Done, Have, Part, Pass
+from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, Seat, Signed, Wish
 
 # The wishes that make an epoch.
 Wishes = tuple[Signed[Wish], ...]
@@ -72,6 +72,13 @@ class Fetch:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """The sender asks for an epoch of the past that a statement is about, with all that certifies it."""
+
+    past: EpochId
+
+
+@dataclass(frozen=True)
 class News:
     """Epochs with their certificates, in their order."""
 
@@ -79,27 +86,6 @@ class News:
 
 
 # --- rounds
-
-
-@dataclass(frozen=True)
-class Done(Statement):
-    """A seat of stage 0 has had so many samples of a round computed.
-
-    Attributes:
-        base: the heads of all stages that these were computed from
-    """
-
-    round: int
-    samples: int
-    base: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Close:
-    """The batch of a round is full, as these counts show: nothing more is let into it."""
-
-    round: int
-    counts: tuple[Signed[Done], ...]
 
 
 @dataclass(frozen=True)
@@ -111,10 +97,22 @@ class Counted:
 
 @dataclass(frozen=True)
 class Head:
-    """The leader of a stage says which round it is in, and asks for the newest close, from that round on."""
+    """The leader of a stage says which round comes next there, and from which heads the newest ones were computed.
+
+    Attributes:
+        bases: of rounds, the last one of which is the newest that can be open
+    """
 
     stage: int
     round: int
+    bases: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """An entry of another stage, to a leader whose log lacks what that was computed from."""
+
+    committed: Committed
 
 
 @dataclass(frozen=True)
@@ -139,13 +137,13 @@ class Entries:
 
     Attributes:
         reign: the epoch since which it leads
-        lost: a close which shows that entries are gone for good: other stages are further; None if there is none
+        lost: an entry of another stage, which was computed from one that is gone; None if there is none
     """
 
     stage: int
     reign: EpochId
     committed: tuple[Committed, ...]
-    lost: Close | None
+    lost: Committed | None
 
 
 @dataclass(frozen=True)
@@ -192,8 +190,8 @@ class Commit:
     committed: Committed
 
 
-Rounds = Counted | Close | Head | Status | Entries | Ready | Cutting | Said | Blame | Commit
-Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | News | Rounds
+Rounds = Counted | Close | Head | Evidence | Status | Entries | Ready | Cutting | Said | Blame | Commit
+Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | Recall | News | Rounds
 
 
 @dataclass(frozen=True)

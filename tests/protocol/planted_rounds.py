@@ -1,0 +1,121 @@
+"""Mistakes in rounds that schedules have to find: each replaces one method of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from swarm_peer.protocol import leader, log, member
+from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Contribution, Entry, Log, Name, Part
+from swarm_peer.protocol.member import Member
+
+
+def cuts_take_names_twice(self: Leader, now_s: float, epoch: Any, seats: Any, attempt: int, blamed: Any = ()) -> None:
+    """Two members bring the same guest."""
+    present, head = self._round, self._member.log.head
+    parts = tuple(present.ready[seat] for seat in sorted(seats))
+    averages = self._averages(present.number)
+    present.cut = log.Cut(self._member.stage, present.number, epoch.id, attempt, head, averages, parts, blamed)
+    present.cut_s, present.said, present.blamed = now_s, {}, {}
+
+
+def guests_stay(self: Member, number: int) -> Part | None:
+    """A guest is brought to every round."""
+    part = _part_of(self, number)
+    return None if part is None else Part(part.seat, tuple(dict.fromkeys((*part.brings, *self.guests.values()))))
+
+
+_part_of = Member.part_of
+
+
+def computes_from_any_base(self: Member, number: int, samples: Any, base: Any) -> bool:
+    """Microbatches of one round may come from several bases."""
+    present = self.open.get(number)
+    if present is None or present.is_drained:
+        return False
+    present.base = present.base or base
+    present.samples += samples
+    return True
+
+
+def brings_what_has_another_base(self: Member, number: int) -> Part | None:
+    """What was computed from another base than the round's is brought all the same."""
+    with patch.object(member, "base_of", lambda close: self.open[number].base):
+        return _part_of(self, number)
+
+
+def leaders_do_not_ask(self: Leader, now_s: float, epoch: Any) -> None:
+    """A new leader takes its own log for the stage's."""
+    self._follow(self._member.log)
+    self.is_synced = True
+
+
+def members_take_any_log(self: Member, entries: Any) -> None:
+    """A member gives up entries that its new leader lacks, though nobody has gone on without them."""
+    theirs = self.log_of(entries.committed)
+    if theirs is not None:
+        self.take_log(theirs, entries.reign)
+
+
+def stays_after_a_restart(self: Member, restart: Any) -> None:
+    """A member keeps what it had before the run began anew."""
+    self.log, self.state, self.reign = Log(self.stage, restart), "", None
+    self.closes = {}
+
+
+def nothing_is_lost(self: Member) -> None:
+    """A leader never finds that entries are gone."""
+    return
+
+
+def closes_at_any_count(self: RoundRules, close: Any, epoch_of: Any) -> bool:
+    """A round is over as soon as anything was counted."""
+    return bool(close.counts)
+
+
+def agrees_without_results(self: Entry, agreement: Any, epoch: Any) -> bool:
+    """An entry is committed whose result nobody has."""
+    return True
+
+
+def names_lack_their_round(self: Member, number: int) -> Part | None:
+    """A contribution is named by its seat alone."""
+    part = _part_of(self, number)
+    if part is None:
+        return None
+    return Part(
+        part.seat, tuple(Contribution(Name(each.name.seat, 0), each.weight, each.samples) for each in part.brings)
+    )
+
+
+MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    each.__name__: (owner, method, each)
+    for owner, method, each in (
+        (Leader, "_cut", cuts_take_names_twice),
+        (Member, "part_of", guests_stay),
+        (Member, "computed", computes_from_any_base),
+        (Member, "part_of", brings_what_has_another_base),
+        (Leader, "_sync", leaders_do_not_ask),
+        (Member, "take_entries", members_take_any_log),
+        (Member, "begin_anew", stays_after_a_restart),
+        (Member, "newest_close", nothing_is_lost),
+        (RoundRules, "fills", closes_at_any_count),
+        (Entry, "is_agreed", agrees_without_results),
+        (Member, "part_of", names_lack_their_round),
+    )
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """While the context is open, the core makes this mistake."""
+    owner, method, mistake = MISTAKES[name]
+    with patch.object(owner, method, mistake):
+        yield
+
+
+__all__ = ["MISTAKES", "leader", "planted"]
