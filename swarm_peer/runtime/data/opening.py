@@ -50,6 +50,8 @@ class Broken(Exception):
 
 def is_about_content(error: Exception) -> bool:
     """Whether what is in a file is to blame for an error, rather than the machine, the network, or this program."""
+    if isinstance(error, MemoryError):  # pyarrow has its own
+        return False
     if isinstance(error, (Broken, EOFError, zlib.error, zipfile.BadZipFile)):
         return True
     # pyarrow raises plain ones of its own accord. Those of its files, and of the hub, are of other classes.

@@ -7,8 +7,9 @@ decided elsewhere (policy/data/sample_ledger.py).
 **Slices.** A data set is a list of shards, which are its files. Streaming cannot seek inside a file, so a pass over the
 data consists of slices: every n-th record of a shard, from the k-th on. If there are few shards, n is larger, so that
 peers can choose from MIN_SLICES slices. The price is that a small data set is read up to MIN_SLICES times in a pass:
-some hundred bytes for each token, while an activation takes kilobytes. Many small files are joined: the tokens at the
-end of a slice that make no whole sample are lost, so a slice should not be much shorter than MIN_SLICE_WINDOWS samples.
+some hundred bytes for each token, while an activation takes kilobytes. A slice parses its own records alone. Many small
+files are joined: the tokens at the end of a slice that make no whole sample are lost, so a slice should not be much
+shorter than MIN_SLICE_WINDOWS samples.
 
 **Samples.** A slice is read on its own. Its documents go through a shuffle buffer. Their tokens, with the separator
 after each document, form one sequence, which is cut into windows of T+1 tokens. The last token of a window is the first
