@@ -114,6 +114,14 @@ def test_a_hub_out_of_reach_is_no_broken_file(hub: type[Hub], tmp_path: Path) ->
     assert len(list(shard())) == 99
 
 
+def test_what_datasets_reads_itself_waits_for_the_hub_as_well(hub: type[Hub], tmp_path: Path) -> None:
+    hub.content["a.csv"] = ("text\n" + "".join(f"text {i} {'word ' * 5000}\n" for i in range(99))).encode()
+    (shard,) = open_shards(DataSection(dataset="swarm/csv", sequence_length=8), tmp_path)
+    hub.reads_left = 3
+    with pytest.raises(HubFailed, match=r"^cannot read data\.dataset='swarm/csv': .*connection to the hub \([^)]*\)$"):
+        list(shard())
+
+
 def test_a_bad_record_on_the_hub_costs_itself(hub: type[Hub], tmp_path: Path) -> None:
     hub.content["a.jsonl"] = b'{"text": "one"}\n{nope\n{"text": 5}\n{"text": "two"}\n'
     hub.content["b.jsonl"] = json.dumps(ROWS).encode()[:-1]
@@ -148,16 +156,19 @@ def test_folders_whose_card_says_which_files_they_have(tmp_path: Path) -> None:
     card = """---
 configs:
 - config_name: plain
-  data_files: KIND/*
+  data_files: in/*
+  OPTION
 ---
 A folder.
 """
-    for kind, sep in (("json", ""), ("csv", '  sep: ";"\n---')):
-        (tmp_path / kind / kind).mkdir(parents=True)
-        (tmp_path / kind / "README.md").write_text(card.replace("KIND", kind).replace("---\nA", f"{sep}\n---\nA"))
-    (tmp_path / "json/json/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "{nope\n")
-    (tmp_path / "csv/csv/table.csv").write_text("n;text\n" + "".join(f"1;{text}\n" for text in TEXTS))
-    for kind in ("json", "csv"):
+    options = {"json": "default: true", "nested": "field: data", "csv": 'sep: ";"'}
+    for kind, option in options.items():
+        (tmp_path / kind / "in").mkdir(parents=True)
+        (tmp_path / kind / "README.md").write_text(card.replace("OPTION", option))
+    (tmp_path / "json/in/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "{nope\n")
+    (tmp_path / "nested/in/a.json").write_text(json.dumps({"data": [{"text": text} for text in TEXTS]}))
+    (tmp_path / "csv/in/table.csv").write_text("n;text\n" + "".join(f"1;{text}\n" for text in TEXTS))
+    for kind in options:
         assert read(tmp_path, str(tmp_path / kind), subset="plain") == TEXTS
     with pytest.raises(UserError, match=r"BuilderConfig 'other' not found.*check the files"):
         read(tmp_path, str(tmp_path / "csv"), subset="other")
