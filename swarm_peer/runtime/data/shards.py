@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -165,8 +164,9 @@ def reading_failed(what: str, error: Exception, *, is_remote: bool) -> UserError
         # Besides the data, only what the hub's client keeps is written or read.
         elsewhere = "let this user write there and make room, or name another folder with --cache-dir"
         is_data = not path or path in what
-        remedy = _LIMITS.get(number) or (_REMEDIES.get(number, "look after the disk") if is_data else elsewhere)
-        return UserError(f"cannot read {what}: {'' if is_data else path + ': '}{os.strerror(number)}; {remedy}")
+        usual = _REMEDIES.get(number, "look after the disk") if is_data and number not in _ROOM else elsewhere
+        remedy = _LIMITS.get(number, usual)
+        return UserError(f"cannot read {what}: {'' if is_data else path + ': '}{error.strerror}; {remedy}")
     if "AF_UNIX path too long" in str(error):
         return UserError(f"cannot read {what}: {first_line(error)}; set TMPDIR to a folder with a shorter path")
     if isinstance(error, ImportError):
