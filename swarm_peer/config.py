@@ -111,12 +111,12 @@ class DataSection(Section):
     """The training data, and how it becomes samples."""
 
     dataset: Name = "embedded"
-    """embedded (text that comes with every Python), text, json or parquet (with files), a local folder (a path that
-    begins with ., / or ~), or a hub name"""
+    """embedded (text that comes with every Python), text, json or parquet (with files), a local folder or file (a path
+    that begins with ., / or ~), or a hub name"""
     files: tuple[Name, ...] = ()
-    """local files or glob patterns for text, json and parquet"""
+    """local files, folders or glob patterns; text, json or parquet is what those hold whose names do not tell"""
     subset: Name | None = None
-    """name of the hub dataset's configuration"""
+    """name of the data set's configuration, as its card has it"""
     split: Name = "train"
     """split to train on"""
     text_field: str = "text"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +74,10 @@ def serve(
     from coordinator.checkpoints.writer import plan_checkpoints
     from coordinator.run.run_options import RunOptions
     from coordinator.run.serve import run_serve
+    from swarm_peer.runtime.data.corpus import tell_left_out
 
+    with suppress(UserError):  # only peers' machines may have the data, and they complain themselves
+        tell_left_out(resolved.manifest.data)
     output = output or Path("runs") / resolved.manifest.name
     options = RunOptions(
         output=output,

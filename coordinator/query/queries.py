@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.allowed_files import check_tokenizer, forbidden_path
+from swarm_peer.runtime.data.corpus import check_shards, open_shards
 from swarm_peer.runtime.data.slices import samples_of, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 
@@ -60,7 +62,7 @@ def draw_samples(
     num_samples = num_samples or manifest.training.validation_samples
     if files:
         check_tokenizer(manifest.data, data_dir)
-        if (samples := samples_of(manifest, read_text_files(files), num_samples, cache_dir)) is None:
+        if (samples := samples_of(manifest, _documents_of(files, manifest), num_samples, cache_dir)) is None:
             length = manifest.data.sequence_length
             raise UserError(f"--files have fewer tokens than one sample of {length + 1}: name more text")
         return samples
@@ -73,16 +75,19 @@ def draw_samples(
     return validation_samples(manifest, num_samples, cache_dir)
 
 
-def read_text_files(files: Sequence[Path]) -> list[str]:
-    """The texts of these files.
+def _documents_of(files: Sequence[Path], manifest: RunManifest) -> Iterator[str]:
+    """The documents of these files, as the run would read them: of text where a name does not say anything else.
 
     Raises:
         UserError: one of them cannot be read
     """
-    try:
-        return [path.read_text(encoding="utf-8", errors="replace") for path in files]
-    except OSError as error:
-        raise UserError(f"--files: cannot read {error.filename}: {error.strerror}; correct the path") from error
+    for path in files:
+        if not path.exists():
+            raise UserError(f"--files: cannot read {path}: there is no such file; correct the path")
+    section = manifest.data.model_copy(update={"dataset": "text", "files": tuple(map(str, files))})
+    shards = open_shards(section, None)
+    check_shards(section, shards)
+    return itertools.chain.from_iterable(shard() for shard in shards)
 
 
 def sample_run(

@@ -28,7 +28,8 @@ def short_text() -> AbstractContextManager[Any]:
     """Have all peers read a short text while the context is open."""
     rng = random.Random("short text")
     documents = ["".join(rng.choices("etaoin shrdlu", k=rng.choice(LENGTHS))) for _ in range(NUM_DOCUMENTS)]
-    return patch.object(corpus_module, "_embedded_shards", lambda: [lambda: iter(documents)])
+    shards = [lambda offset=0, stride=1: iter(documents[offset::stride])]
+    return patch.object(corpus_module, "_embedded_shards", lambda: shards)
 
 
 class ShortInvariants(Invariants):

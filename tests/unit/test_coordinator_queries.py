@@ -1,3 +1,5 @@
+import gzip
+
 import pytest
 import torch
 from test_runtime_microbatches import LENGTH, make_manifest
@@ -105,8 +107,41 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "short.txt").write_text("abc")
     with pytest.raises(UserError, match="fewer tokens than one sample of 7"):
         draw_samples(MANIFEST, 1, (tmp_path / "short.txt",))
-    with pytest.raises(UserError, match=r"cannot read .*missing\.txt: No such file"):
+    with pytest.raises(UserError, match=r"--files: cannot read .*missing\.txt: there is no such file"):
         draw_samples(MANIFEST, 1, (tmp_path / "missing.txt",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt.gz", gzip.compress(b"0123456789abcdefghij", mtime=0)),
+        ("a.txt", gzip.compress(b"0123456789abcdefghij", mtime=0)),
+        ("a.jsonl", b'{"text": "0123456789abcdefghij"}\n'),
+        ("a.json", b'[{"text": "0123456789abcdefghij"}]'),
+        ("a.csv", b"n,text\n1,0123456789abcdefghij\n"),
+        ("a.md", "0123456789abcdefghij".encode("utf-16")),
+        ("README", b"0123456789abcdefghij"),
+    ],
+)
+def test_files_are_read_by_their_format(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    drawn = draw_samples(MANIFEST, 99, (tmp_path / name,))
+    assert [bytes(sample.astype("uint8").tolist()) for sample in drawn] == [b"0123456", b"6789abc", b"cdefghi"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", bytes(range(256)) * 9, "it is binary"),
+        ("a.txt", "Grüße und Küsse".encode("latin-1"), "another encoding, such as Latin-1"),
+        ("a.jsonl", b'{"body": "x"}', "'text' is no field of it: it has body"),
+        ("a.txt", b"", "empty"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        draw_samples(MANIFEST, 99, (tmp_path / name,))
 
 
 def test_a_run_reads_no_files_here_that_it_may_not(tmp_path):

@@ -22,6 +22,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.runtime.data import corpus as documents
+from swarm_peer.runtime.data import records
 from swarm_peer.runtime.data import slices as data
 from swarm_peer.runtime.data.slices import (
     MIN_SLICES,
@@ -316,8 +317,8 @@ def test_packing_loses_and_invents_nothing(texts: list[str], length: int) -> Non
 @given(st.text(st.sampled_from("ab \n"), max_size=200))
 def test_cut_pieces_are_short_and_make_the_text(text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "MAX_DOCUMENT_CHARS", 16)
-        pieces = list(documents._cut(text))
+        patch.setattr(records, "MAX_DOCUMENT_CHARS", 16)
+        pieces = list(records.cut(text))
     assert all(0 < len(piece) <= 16 and not piece.isspace() for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(text.split())
 
@@ -444,22 +445,28 @@ def test_the_card_of_a_data_set_leads_nowhere_else(tmp_path: Path, file: str) ->
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"dataset": "TMP"}, r"cannot read data\.dataset='.*': .*; check the files"),
-        ({"dataset": "/no/such/folder"}, r"cannot read data\.dataset='/no/such/folder': .*; check the files"),
-        ({"dataset": "/no/such/script.py"}, r"cannot read data\.dataset='/no/such/script.py': .*; check the files"),
+        ({"dataset": "TMP"}, r"data\.dataset: '.*' names no file"),
+        ({"dataset": "/no/such/folder"}, r"cannot read data\.dataset='/no/such/folder': .*; check the path"),
+        ({"dataset": "/no/such/script.py"}, r"cannot read data\.dataset='/no/such/script.py': .*; check the path"),
         ({"dataset": "text", "files": ["TMP/no.txt"]}, r"data\.files: '.*no\.txt' names no file"),
         ({"dataset": "json", "files": ["TMP/good.json", "TMP/*.nothing"]}, r"'.*\*\.nothing' names no file"),
-        ({"dataset": "text", "files": ["TMP/empty.text"]}, r"all of \[.*\] are empty: add text"),
+        ({"dataset": "text", "files": ["TMP/empty.text"]}, r"empty\.text'\]: all of its files are empty: add text"),
         ({"dataset": "text", "files": ["TMP/blank.text"]}, r"has no distinct document.*add text"),
         ({"dataset": "text", "files": ["TMP/single.text"]}, r"has 1 distinct document.*one to hold out"),
         (
             {"dataset": "json", "files": ["TMP/good.json"], "text_field": "body"},
-            r"'body' is no field.*it has other, te",
+            r"good\.json: line 1: data\.text_field='body' is no field.*it has other, text.*mend the file",
         ),
-        ({"dataset": "json", "files": ["TMP/good.json"], "text_field": "other"}, r"'other'.* holds int, not text"),
-        ({"dataset": "json", "files": ["TMP/broken.json"]}, r"cannot read data\.dataset='json', files=.*; check the"),
-        ({"dataset": "parquet", "files": ["TMP/broken.json"]}, r"cannot read data\.dataset='parquet'.*; check the"),
-        ({"dataset": "text", "files": ["TMP/latin.text"]}, r"cannot read .*utf-8.*; check the files"),
+        (
+            {"dataset": "json", "files": ["TMP/good.json"], "text_field": "other"},
+            r"line 1: .*'other' holds a number",
+        ),
+        ({"dataset": "json", "files": ["TMP/broken.json"]}, r"broken\.json: line 1: it is no JSON .*; mend the file"),
+        ({"dataset": "parquet", "files": ["TMP/broken.pq"]}, r"cannot read .*broken\.pq: .*parquet.*; mend the file"),
+        (
+            {"dataset": "text", "files": ["TMP/*.text"]},
+            r"cannot read .*latin\.text: .*encoding, such as Latin-1",
+        ),
         ({"dataset": "swarm/no-such-data"}, r"cannot read data\.dataset='swarm/no-such-data': .*connection to the hub"),
         ({"dataset": "text", "files": ["TMP/good.text"], "sequence_length": 4096}, r"too short for one sample.*4096"),
     ],
@@ -467,7 +474,8 @@ def test_the_card_of_a_data_set_leads_nowhere_else(tmp_path: Path, file: str) ->
 def test_bad_data_is_one_line_that_names_it(tmp_path: Path, section: dict[str, Any], message: str) -> None:
     write(tmp_path, "text", paragraphs(20), name="good")
     (tmp_path / "good.json").write_text("".join(json.dumps({"text": p, "other": 1}) + "\n" for p in paragraphs(20)))
-    (tmp_path / "broken.json").write_text('{nope\n{"text": 1}\n')
+    for name in ("broken.json", "broken.pq"):
+        (tmp_path / name).write_text('{nope\n{"text": 1}\n')
     (tmp_path / "empty.text").touch()
     (tmp_path / "blank.text").write_text(" \n\n \n\n\n\n")
     (tmp_path / "single.text").write_text("only one")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.data.corpus import find_files, local_folder
+from swarm_peer.runtime.data.files import Found, find_paths, local_folder
 from swarm_peer.runtime.data.tokenizers import local_tokenizer
 
 # The data_dir of somebody who has written the manifest himself: all of this machine.
@@ -55,7 +55,7 @@ def forbidden_path(manifest: RunManifest, data_dir: Path | None) -> Path | None:
     if (forbidden := next(filter(is_forbidden, named), None)) is not None:
         return forbidden
     # Patterns may lead out of the folder through links. They are not followed before their beginnings are checked.
-    return next(filter(is_forbidden, map(Path, find_files(files) if files else ())), None)
+    return next(filter(is_forbidden, map(Path, find_paths(files, Found()))), None)
 
 
 def check_tokenizer(section: DataSection, data_dir: Path | None) -> None:

@@ -1,173 +1,121 @@
 """The documents of a data set, shard by shard. Knows nothing of tokens, samples or held-out documents.
 
 The data set `embedded` is Python's own text: the help topics of `pydoc_data` and the sources of the standard library.
-It is for demos, since peers with different versions of Python read slightly different text. In `text` files a document
-is a paragraph. In `json` and `parquet` files and in hub data sets a document is the text field of an example. Documents
-of more than MAX_DOCUMENT_CHARS are cut into several at line ends.
+It is for demos, since peers with different versions of Python read slightly different text. Files on this machine are
+found by files.py, other data sets by hub.py.
 
 Somebody else has written the manifest. So a peer reads only the local files that the manifest names itself, in
-`data.files` or as a folder in `data.dataset`; allowed_files.py checks these names first. A peer reads no other files
-that `datasets` would find under a name, and none outside of the data set that the data set's own card leads to.
+`data.files` or as `data.dataset`; allowed_files.py checks these names first.
 """
 
 from __future__ import annotations
 
 import functools
-import glob
 import itertools
+import logging
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from swarm_peer.config import DataSection, looks_like_a_path
-from swarm_peer.errors import HubFailed, UserError, first_line
+from swarm_peer.config import DataSection
+from swarm_peer.errors import UserError
+from swarm_peer.runtime.data.files import describe_left_out, find_data, local_folder
+from swarm_peer.runtime.data.hub import open_dataset
+from swarm_peer.runtime.data.records import cut
+from swarm_peer.runtime.data.shards import RecordShard, Shard, shard_of
 
-# A longer document is cut: a whole book would defeat the shuffling and take seconds to tokenize.
-MAX_DOCUMENT_CHARS = 1 << 16
+log = logging.getLogger(__name__)
 
 # About the size of Python's sources. The number must not depend on the version of Python.
 EMBEDDED_BYTES = 9 << 20
 
-# Examples to take from `datasets` at a time; one by one they come several times slower.
-_READ_BATCH = 256
+# Files that are looked into before a run begins. One that cannot be read should be told then, not after hours.
+MOST_CHECKED = 100
 
 # Parts of the standard library that are not read: tests, and code that is unlike prose. Topics are read from pydoc_data
 # in another way. Other parts differ between machines with the same Python.
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
-# Reads the documents of a shard, from the beginning at each call.
-Shard = Callable[[], Iterator[str]]
+# A data set's card that says which files there are.
+_CONFIGS = re.compile(r"---\s*\n((?!---).*\n)*configs:")
 
 
 def open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
-    """Open the data set. Returns its shards, at least one, in an order that is the same for every peer."""
+    """Open the data set. Returns its shards, at least one, in an order that is the same for every peer.
+
+    Raises:
+        UserError: there is no such data
+    """
     if section.dataset == "embedded":
         return _embedded_shards()
-    dataset = _load_dataset(section, cache_dir)
-    count = dataset.num_shards
-    return [functools.partial(_read_shard, dataset, count, index, section) for index in range(count)]
-
-
-def total_bytes(section: DataSection) -> int | None:
-    """The size of the data set's files; None if the manifest names no files, since the size is not known then."""
-    if section.dataset == "embedded":
-        return EMBEDDED_BYTES
-    return sum(os.path.getsize(path) for path in find_files(section.files)) if section.files else None
-
-
-def local_folder(section: DataSection) -> Path | None:
-    """The folder on this machine that `data.dataset` names, if any. Only the form of the name decides this."""
-    name = section.dataset
-    is_path = looks_like_a_path(name) and not name.startswith("hf://")
-    return Path(os.path.expanduser(name)) if is_path else None
-
-
-def _load_dataset(section: DataSection, cache_dir: Path | None) -> Any:
-    import datasets
-
     folder = local_folder(section)
     if folder is None and not section.files and os.path.isdir(section.dataset):  # `datasets` would read this folder
         raise UserError(
             f"data.dataset={section.dataset!r} is the name of a hub data set, and there is a folder of that name here: "
             f"write ./{section.dataset} if you mean the folder, or start the peer from another folder"
         )
-    arguments: dict[str, Any] = {"cache_dir": cache_dir}
-    if section.files:
-        # `datasets` takes the names of files for patterns, too, so brackets in a name must be escaped.
-        arguments["data_files"] = {section.split: [glob.escape(path) for path in find_files(section.files)]}
-        if section.dataset == "text":
-            arguments["sample_by"] = "paragraph"
-    else:
-        arguments["name"] = section.subset
-    # The hub client, pyarrow, fsspec and the file system raise errors of many classes; all mean unreadable data.
-    try:
-        builder = datasets.load_dataset_builder(str(folder or section.dataset), **arguments)
-        if not section.files:
-            _check_sources(section, folder, builder.config.data_files or {})
-        return builder.as_streaming_dataset(split=section.split)
-    except UserError:
-        raise
-    except Exception as error:
-        raise _cannot_read(section, error) from error
+    if _is_found_here(section):
+        return [shard_of(file, section.text_field) for file in find_data(section).files]
+    return open_dataset(section, folder, cache_dir)
 
 
-def _check_sources(section: DataSection, folder: Path | None, files: Mapping[str, Sequence[str]]) -> None:
-    """Check that the files of a data set are its own. Its card may name files in any place.
+def check_shards(section: DataSection, shards: Sequence[Shard]) -> None:
+    """Say which files are left out, and see that files can be read.
+
+    Of many files some alone are looked into, and of those on the hub one.
 
     Raises:
-        UserError: the card names a file outside of the data set
+        UserError: one of them has no document because of what is in it
     """
-    for file in itertools.chain.from_iterable(files.values()):
-        if folder is None:
-            is_its_own = file.startswith("hf://")
-        else:
-            is_its_own = "://" not in file and Path(file).resolve().is_relative_to(folder.resolve())
-        if not is_its_own or "::" in file:
-            raise UserError(
-                f"data.dataset={section.dataset!r} leads to {file}, outside of that data set: choose another one, or "
-                f"name its files in data.files"
-            )
+    tell_left_out(section)
+    own = [shard for shard in shards if isinstance(shard, RecordShard)]
+    for shard in own[: 1 if own and own[0].is_remote else MOST_CHECKED]:
+        shard.check()
 
 
-def _cannot_read(section: DataSection, error: Exception) -> UserError:
-    what = f"data.dataset={section.dataset!r}" + (f", files={list(section.files)}" if section.files else "")
-    text = f"cannot read {what}: {first_line(error)}; "
-    if section.files or local_folder(section) is not None:
-        return UserError(f"{text}check the files")
-    return HubFailed(
-        f"{text}check its name, subset and split, and the connection to the hub (a local folder begins with ./)"
-    )
-
-
-def find_files(patterns: tuple[str, ...]) -> list[str]:
-    """The files that the patterns name, without empty ones, for which `datasets` would raise StopIteration.
+def tell_left_out(section: DataSection) -> None:
+    """Say in the log which files are not read that one may expect to be.
 
     Raises:
-        UserError: a pattern names no file, or all files are empty
+        UserError: there is no such data on this machine
     """
-    found = []
-    for pattern in patterns:
-        paths = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
-        if not paths:
-            raise UserError(f"data.files: {pattern!r} names no file on this machine: correct it, or put the file there")
-        found += paths
-    files = [path for path in sorted(set(found)) if os.path.getsize(path)]
-    if not files:
-        raise UserError(f"data.files: all of {list(patterns)} are empty: add text")
-    return [os.path.abspath(path) for path in files]
+    if _is_found_here(section):
+        for line in describe_left_out(find_data(section)):
+            log.warning("files_left_out %s", line)
 
 
-def _read_shard(dataset: Any, num_shards: int, index: int, section: DataSection) -> Iterator[str]:
-    field = section.text_field
-    try:
-        for batch in dataset.shard(num_shards, index).iter(batch_size=_READ_BATCH):
-            if field not in batch:
-                raise UserError(
-                    f"data.text_field={field!r} is no field of {section.dataset!r}: it has {', '.join(sorted(batch))}; "
-                    f"choose one of them"
-                )
-            for text in batch[field]:
-                if isinstance(text, str):
-                    yield from _cut(text)
-                elif text is not None:
-                    raise UserError(
-                        f"data.text_field={field!r} of {section.dataset!r} holds {type(text).__name__}, not text: "
-                        f"choose a field that holds text"
-                    )
-    except UserError:
-        raise
-    except Exception as error:  # see _load_dataset
-        raise _cannot_read(section, error) from error
+def total_bytes(section: DataSection) -> int | None:
+    """The size of the data set's files; None if they are not on this machine, since the size is not known then."""
+    if section.dataset == "embedded":
+        return EMBEDDED_BYTES
+    return sum(file.size for file in find_data(section).files) if _is_found_here(section) else None
+
+
+def _is_found_here(section: DataSection) -> bool:
+    """Whether files are looked for on this machine, rather than by `datasets`, which reads the cards of data sets."""
+    folder = local_folder(section)
+    if section.files or folder is None or section.dataset == "embedded":
+        return bool(section.files)
+    has_configs = os.path.isfile(folder / ".huggingface.yaml")
+    with suppress(OSError):  # there is no card, or none that can be read
+        has_configs = has_configs or bool(
+            _CONFIGS.match((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
+        )
+    return not (section.subset or has_configs)
+
+
+# --- embedded
 
 
 def _embedded_shards() -> list[Shard]:
     from pydoc_data.topics import topics
 
-    shards: list[Shard] = [functools.partial(_cut, topics[name]) for name in sorted(topics)]
-    shards += [functools.partial(_read_source, path) for path in sorted(_library_sources())]
+    shards: list[Shard] = [functools.partial(_documents_of, topics[name]) for name in sorted(topics)]
+    shards += [functools.partial(_documents_of, path) for path in sorted(_library_sources())]
     return shards
 
 
@@ -179,18 +127,6 @@ def _library_sources() -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def _read_source(path: Path) -> Iterator[str]:
-    yield from _cut(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def _cut(text: str) -> Iterator[str]:
-    """Cut a text into pieces of at most MAX_DOCUMENT_CHARS, at line ends where possible. Blank pieces are left out."""
-    start = 0
-    while start < len(text):
-        end = start + MAX_DOCUMENT_CHARS
-        if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
-        piece = text[start:end]
-        if not piece.isspace():
-            yield piece
-        start = end
+def _documents_of(source: str | Path, offset: int = 0, stride: int = 1) -> Iterator[str]:
+    text = source.read_text(encoding="utf-8", errors="replace") if isinstance(source, Path) else source
+    yield from itertools.islice(cut(text), offset, None, stride)

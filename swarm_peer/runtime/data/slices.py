@@ -5,10 +5,11 @@ documents (corpus.py) to samples. It knows nothing of microbatches or rounds. Wh
 decided elsewhere (policy/data/sample_ledger.py).
 
 **Slices.** A data set is a list of shards, which are its files. Streaming cannot seek inside a file, so a pass over the
-data consists of slices: every n-th document of a shard, from the k-th on. If there are few shards, n is larger, so that
+data consists of slices: every n-th record of a shard, from the k-th on. If there are few shards, n is larger, so that
 peers can choose from MIN_SLICES slices. The price is that a small data set is read up to MIN_SLICES times in a pass:
-some hundred bytes for each token, while an activation takes kilobytes. Many small files are joined: the tokens at the
-end of a slice that make no whole sample are lost, so a slice should not be much shorter than MIN_SLICE_WINDOWS samples.
+some hundred bytes for each token, while an activation takes kilobytes. A slice parses its own records alone. Many small
+files are joined: the tokens at the end of a slice that make no whole sample are lost, so a slice should not be much
+shorter than MIN_SLICE_WINDOWS samples.
 
 **Samples.** A slice is read on its own. Its documents go through a shuffle buffer. Their tokens, with the separator
 after each document, form one sequence, which is cut into windows of T+1 tokens. The last token of a window is the first
@@ -44,7 +45,7 @@ from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.policy.data.sample_ledger import MAX_SLICES
-from swarm_peer.runtime.data.corpus import Shard, open_shards, total_bytes
+from swarm_peer.runtime.data.corpus import check_shards, open_shards, total_bytes
 from swarm_peer.runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -131,12 +132,12 @@ class SliceReader:
         )
 
     @functools.cached_property
-    def _slices(self) -> list[list[Shard]]:
-        """The shards of each slice. If slices share a shard, each has its own documents of the shard."""
+    def _slices(self) -> list[list[Callable[[], Iterator[str]]]]:
+        """The readers of each slice's documents. If slices share a shard, each has its own records of the shard."""
         shards = open_shards(self._manifest.data, self._cache_dir)
         num_groups, stride = _cut_shards(len(shards), self._manifest.data)
         return [
-            [functools.partial(_every_nth, shard, offset, stride) for shard in shards[group::num_groups]]
+            [functools.partial(shard, offset, stride) for shard in shards[group::num_groups]]
             for group in range(num_groups)
             for offset in range(stride)
         ]
@@ -152,7 +153,7 @@ class SliceReader:
     def _documents(self, slice_id: SliceId) -> Iterator[str]:
         data, seed = self._manifest.data, self._manifest.seed
         held_out = _held_out(data, seed, self._cache_dir)
-        documents = itertools.chain.from_iterable(shard() for shard in self._slices[slice_id.slice_index])
+        documents = itertools.chain.from_iterable(read() for read in self._slices[slice_id.slice_index])
         for text in shuffled(documents, self._shuffle_buffer, self._rng("documents", slice_id)):
             if _fingerprint(text, seed) not in held_out:
                 yield text
@@ -347,6 +348,7 @@ def _fingerprint(text: str, seed: int) -> bytes:
 def _held_out(section: DataSection, seed: int, cache_dir: Path | None) -> dict[bytes, str]:
     """The held-out documents, by fingerprint."""
     shards = open_shards(section, cache_dir)
+    check_shards(section, shards)
     random.Random(f"{seed}/validation").shuffle(shards)
     wanted = section.validation_documents * VALIDATION_WINDOW
     share = math.ceil(wanted / min(len(shards), VALIDATION_SHARDS))
@@ -376,7 +378,3 @@ def _cut_shards(num_shards: int, section: DataSection) -> tuple[int, int]:
         num_groups = min(num_shards, max(at_least, num_bytes // JOINED_SLICE_BYTES))
     num_groups = min(num_groups, MAX_SLICES)
     return num_groups, math.ceil(at_least / num_groups)
-
-
-def _every_nth(shard: Shard, offset: int, stride: int) -> Iterator[str]:
-    yield from itertools.islice(shard(), offset, None, stride)

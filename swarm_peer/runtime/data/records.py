@@ -1,0 +1,309 @@
+"""The records of one file, one after the other, and the text of a record: readers that hold little of the file.
+
+A record is a paragraph of a text, a line of JSON lines, an element of a JSON list, or a row of a table. Of a table only
+the column with the text is read, and of JSON only the field; other columns may hold anything. To read a record is
+cheap, to take its text is not, so that a reader of every n-th record need not parse the others. A file that is broken
+can be read up to there.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from swarm_peer.errors import first_line
+from swarm_peer.runtime.data.files import DataFile
+from swarm_peer.runtime.data.opening import BLOCK_BYTES, Broken, is_about_content, is_local, open_raw, open_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# A longer document is cut: a whole book would defeat the shuffling and take seconds to tokenize.
+MAX_DOCUMENT_CHARS = 1 << 16
+
+# A longer record is passed over: each slice that a peer has open may have to hold one.
+MAX_RECORD_BYTES = 64 << 20
+
+# pyarrow would read a row group of a table at once, which may be the whole file.
+_COLUMN_BYTES = 1 << 20
+_COLUMN_ROWS = 256
+
+# The number of a line, or what a place in another kind of file is called.
+Place: TypeAlias = int | str
+
+# (where it is in the file, at least the length of its text, what `text_of` makes the text of). There may be millions.
+Record: TypeAlias = tuple[Place, int, Any]
+
+# Numbers are not looked at, so one of thousands of digits is no reason to pass over a text.
+_JSON = json.JSONDecoder(strict=False, parse_int=float)
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
+_JSON_NAMES = {dict: "an object", list: "a list", float: "a number", bool: "true or false", type(None): "null"}
+
+
+class BadRecord(Exception):
+    """A record has no text. Says why."""
+
+
+def read_records(file: DataFile, field: str) -> Iterator[Record]:
+    """Read the records of a file; blank lines and paragraphs are none.
+
+    Raises:
+        Broken: it cannot be read any further because of what is in it
+        Exception: as opening.py; `is_about_content` tells whether the file is to blame
+    """
+    with ExitStack() as stack:
+        if file.kind == "parquet":
+            yield from _parquet_records(stack.enter_context(open_raw(file)), field)
+        elif file.kind == "arrow":
+            yield from _arrow_records(file, stack, field)
+        elif file.kind == "json":
+            yield from _json_records(open_text(file, stack))
+        elif file.kind == "text":
+            yield from _pieces(open_text(file, stack))
+        else:
+            yield from _cells(open_text(file, stack), field, "\t" if file.kind == "tsv" else ",")
+
+
+def text_of(raw: Any, field: str, *, is_json: bool) -> str:
+    """The text of a record. Bytes in it that are no UTF-8 become lone surrogates.
+
+    Raises:
+        BadRecord: it has none
+    """
+    value = raw
+    if isinstance(value, BadRecord):
+        raise value
+    if is_json and isinstance(value, bytes):
+        try:
+            value = _JSON.decode(value.decode(errors="surrogateescape"))
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"it is no JSON ({_why(error)})") from error
+    if is_json and isinstance(value, dict):
+        if field not in value:
+            raise BadRecord(no_such_field(field, value))
+        value = value[field]
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
+    if isinstance(value, str):
+        return value
+    raise BadRecord(f"data.text_field={field!r} holds {_JSON_NAMES.get(type(value), type(value).__name__)}, not text")
+
+
+def cut(text: str) -> Iterator[str]:
+    """Cut a text into pieces of at most MAX_DOCUMENT_CHARS, at line ends where possible. Blank pieces are left out."""
+    start = 0
+    while start < len(text):
+        end = start + MAX_DOCUMENT_CHARS
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        piece = text[start:end]
+        if not piece.isspace():
+            yield piece
+        start = end
+
+
+def no_such_field(field: str, others: Iterable[str]) -> str:
+    """The reason for which a record or a table is not read that has other fields."""
+    names = ", ".join(sorted(map(str, others))[:20]) or "none"
+    return f"data.text_field={field!r} is no field of it: it has {names}; choose one of them"
+
+
+# --- text
+
+
+def _pieces(stream: io.BufferedReader) -> Iterator[Record]:
+    """The paragraphs of a text, cut. They do not depend on how much of the file is read at a time."""
+    line, rest = 1, ""
+    for chunk in _decoded(stream):
+        *paragraphs, rest = (rest + chunk).split("\n\n")
+        for paragraph in paragraphs:
+            yield from ((line, len(piece), piece) for piece in cut(paragraph))
+            line += paragraph.count("\n") + 2
+        # Where there are two more characters, a further piece follows, whatever comes.
+        while len(rest) >= MAX_DOCUMENT_CHARS + 2:
+            end = rest.rfind("\n", 0, MAX_DOCUMENT_CHARS) + 1 or MAX_DOCUMENT_CHARS
+            yield from ((line, len(piece), piece) for piece in cut(rest[:end]))
+            line += rest.count("\n", 0, end)
+            rest = rest[end:]
+    yield from ((line, len(piece), piece) for piece in cut(rest))
+
+
+def _decoded(stream: io.BufferedReader) -> Iterator[str]:
+    """The text of a file in parts, with the line ends of Unix."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
+    while data := stream.read1(BLOCK_BYTES):
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
+
+
+# --- JSON
+
+
+def _json_records(stream: io.BufferedReader) -> Iterator[Record]:
+    """The values of JSON lines, or the elements of a list, or values that take several lines each."""
+    line = 1
+    while (head := stream.peek(1))[:1].isspace():
+        blank = head[: len(head) - len(head.lstrip())]
+        line += blank.count(b"\n")
+        stream.read(len(blank))
+    if head[:1] == b"[":
+        yield from _json_values(_decoded(stream))
+        return
+    first = stream.readline(MAX_RECORD_BYTES + 1)
+    if _is_no_line(text := first.decode(errors="surrogateescape").rstrip()):
+        yield from _json_values(itertools.chain([text + "\n"], _decoded(stream)))
+        return
+    for number, raw in enumerate(itertools.chain([first], iter(partial(stream.readline, MAX_RECORD_BYTES + 1), b""))):
+        if len(raw) > MAX_RECORD_BYTES and not raw.endswith(b"\n"):
+            while (more := stream.readline(MAX_RECORD_BYTES)) and not more.endswith(b"\n"):
+                pass
+            yield line + number, 0, BadRecord(f"it is longer than {MAX_RECORD_BYTES >> 20} MiB: divide it")
+        elif raw and not raw.isspace():
+            yield line + number, len(raw), raw
+
+
+def _is_no_line(first: str) -> bool:
+    """Whether the first line of a file shows that its values do not have a line each."""
+    try:
+        _, end = _JSON.raw_decode(first)
+    except json.JSONDecodeError as error:
+        return bool(first) and error.pos >= len(first)  # it is good as far as it goes
+    except RecursionError:
+        return False
+    return first[end:].lstrip().startswith("{")
+
+
+def _json_values(chunks: Iterator[str]) -> Iterator[Record]:
+    """The values of a text; of a list, its elements."""
+    rest, start, number, is_in_list = "", 0, 0, False
+    while True:
+        start = _BETWEEN_VALUES.match(rest, start).end()  # type: ignore[union-attr]
+        if rest[start : start + 1] == ("]" if is_in_list else "["):
+            start, is_in_list = start + 1, not is_in_list
+            continue
+        try:
+            value, end = _JSON.raw_decode(rest, start)
+        except RecursionError as error:
+            raise Broken("the next record is nested too deeply") from error
+        except json.JSONDecodeError as error:
+            rest, start = rest[start:], 0
+            # Twice as much each time, since what has been read is parsed again.
+            more = list(itertools.islice(chunks, 1 + len(rest) // BLOCK_BYTES))
+            if not more and not rest and not is_in_list:
+                return
+            if not more:
+                raise Broken(f"the next record is no JSON, or cut off ({error.msg})") from error
+            if len(rest) > MAX_RECORD_BYTES:
+                raise Broken(f"the next record is no JSON, or longer than {MAX_RECORD_BYTES >> 20} MiB") from error
+            rest += "".join(more)
+            continue
+        number += 1
+        yield f"record {number}", end - start, value
+        start = end
+
+
+def _why(error: Exception) -> str:
+    return f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else first_line(error)
+
+
+# --- tables
+
+
+def _cells(stream: io.BufferedReader, field: str, delimiter: str) -> Iterator[Record]:
+    """The cells of a column of comma-separated values."""
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
+    rows = csv.reader((line.replace("\0", "") for line in lines), delimiter=delimiter)
+    try:
+        header = [name.strip() for name in next(rows, [])]
+        if header and field not in header:
+            raise Broken(no_such_field(field, header))
+        for row in filter(None, rows):
+            index = header.index(field)
+            if index < len(row):
+                yield rows.line_num, len(row[index]), row[index]
+            else:
+                yield rows.line_num, 0, BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
+    except csv.Error as error:
+        raise Broken(f"line {rows.line_num} is no row ({error})") from error
+
+
+def _parquet_records(stream: io.BufferedReader, field: str) -> Iterator[Record]:
+    import pyarrow.parquet as pq
+
+    # Without a buffer size, the whole column of a row group is read at once.
+    table = pq.ParquetFile(stream, pre_buffer=False, buffer_size=_COLUMN_BYTES)
+    _check_column(table.schema_arrow, field)
+    first = 1
+    for group in range(table.num_row_groups):
+        metadata = table.metadata.row_group(group)
+        columns = [metadata.column(index) for index in range(metadata.num_columns)]
+        num_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+        num_rows = max(1, min(_COLUMN_ROWS, _COLUMN_BYTES * metadata.num_rows // max(num_bytes, 1)))
+        row = first
+        try:
+            for batch in table.iter_batches(num_rows, row_groups=[group], columns=[field], use_threads=False):
+                yield from _values(batch.column(0), row)
+                row += len(batch)
+        except Exception as error:
+            if not is_about_content(error):
+                raise
+            reason = f"nothing up to row {first + metadata.num_rows - 1} can be read ({first_line(error)})"
+            yield f"row {row}", 0, BadRecord(reason)
+        first += metadata.num_rows
+
+
+def _arrow_records(file: DataFile, stack: ExitStack, field: str) -> Iterator[Record]:
+    import pyarrow as pa
+
+    # A mapped file takes no memory of its own, and it may be one batch.
+    is_mapped = is_local(file) and not file.member
+    source = stack.enter_context(pa.memory_map(file.path) if is_mapped else open_raw(file))
+
+    def opened(**options: Any) -> Any:
+        source.seek(0)
+        open_ = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
+        source.seek(0)
+        return open_(source, options=pa.ipc.IpcReadOptions(use_threads=False, **options))
+
+    schema = opened().schema
+    _check_column(schema, field)
+    reader = opened(included_fields=[schema.get_field_index(field)])
+    is_list = isinstance(reader, pa.ipc.RecordBatchFileReader)
+    row = 1
+    for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_list else reader:
+        column = batch.column(0)
+        for start in range(0, len(column), _COLUMN_ROWS):
+            yield from _values(column.slice(start, _COLUMN_ROWS), row + start)
+        row += len(column)
+
+
+def _check_column(schema: pa.Schema, field: str) -> None:
+    """Raise Broken if a table has no such column of text."""
+    import pyarrow as pa
+
+    if field not in schema.names:
+        raise Broken(no_such_field(field, schema.names))
+    kind = schema.field(field).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    if not is_text and not pa.types.is_null(kind):
+        raise Broken(f"data.text_field={field!r} holds {kind}, not text: choose one of {', '.join(schema.names)}")
+
+
+def _values(column: pa.Array, first: int) -> Iterator[Record]:
+    """The values of a part of a column, as bytes: one that is no UTF-8 costs no other."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first):
+        yield f"row {row}", len(value or b""), value
