@@ -89,7 +89,7 @@ class ModelSource:
         if (path := self.fetch(file)) is None:
             return None
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):
@@ -133,7 +133,8 @@ class ModelSource:
         index = self.read_json(INDEX_FILE)
         if index is None:
             raise self.error(
-                f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}: give a model that was saved as safetensors{self._hint}"
+                f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}: give a model that was saved as safetensors, not as "
+                f"pytorch_model.bin or GGUF{self._hint}"
             )
         files = index.get("weight_map")
         # A name with a folder in it would lead to files that nobody allowed.
@@ -205,17 +206,18 @@ def _stored_names(
 ) -> dict[str, str]:
     """The name that the files have for each parameter.
 
-    Models without a head are saved without the body's name before the others'.
+    Models without a head are saved without the body's name before the others'. The language model of one that also
+    takes images has its own name before or after the body's.
     Where embedding and head are tied, the files have one tensor for both (if they have two, these are the two: as
     transformers' tie_weights does it).
     """
     twins: dict[str, str] = {}
     found = {}
     for name in names:
-        candidates = [name, name.removeprefix(f"{family.body}.")]
+        candidates = _candidates(name, family)
         if not any(candidate in files for candidate in candidates):
             twins = twins or _tied_names(family, source)
-            candidates += [twins[name], twins[name].removeprefix(f"{family.body}.")] if name in twins else []
+            candidates = _candidates(twins[name], family) if name in twins else []
         stored = next((candidate for candidate in candidates if candidate in files), None)
         if stored is None:
             raise source.error(
@@ -223,6 +225,12 @@ def _stored_names(
             )
         found[name] = stored
     return found
+
+
+def _candidates(name: str, family: Family) -> list[str]:
+    plain = name.removeprefix(f"{family.body}.")
+    within = [f"language_model.{name}", f"{family.body}.language_model.{plain}"] if family.wrappers else []
+    return [name, plain, *within]
 
 
 def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
