@@ -309,15 +309,13 @@ def _vocab_size(manifest: RunManifest) -> int:
 
 def _tokens(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
     for text in documents:
-        yield from tokenizer.encode(text)
-        yield tokenizer.separator_id
+        yield from tokenizer.encode_document(text)
 
 
 def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[npt.NDArray[np.int32]]:
     tokens: list[int] = []
     for text in documents:
-        tokens += tokenizer.encode(text)
-        tokens.append(tokenizer.separator_id)
+        tokens += tokenizer.encode_document(text)
         start = 0
         while len(tokens) - start > length:
             yield np.array(tokens[start : start + length + 1], dtype=np.int32)
