@@ -11,6 +11,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Weights of other types are quantised, and scales that we do not know belong to them.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+# Of layers, by the ends of their names: nobody needs them any more.
+OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class ModelSource:
         if (path := self.fetch(file)) is None:
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):
@@ -100,7 +103,9 @@ class ModelSource:
         """The model's config.json. Raises UserError."""
         config = self.read_json(CONFIG_FILE)
         if config is None:
-            raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{self._hint}")
+            is_gguf = self.folder is not None and any(self.folder.glob("*.gguf"))
+            hint = ", which transformers makes of a GGUF file" if is_gguf else self._hint
+            raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{hint}")
         return config
 
     def pinned(self) -> str:
@@ -198,7 +203,18 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
                 shape = module.get_parameter(name).shape
                 values = _read(content, stored_names[name], shape, file_name, source)
                 module.get_submodule(owner).register_parameter(key, nn.Parameter(values))
+    if unused := _unused(files, set(stored_names.values()), family):
+        text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
+        log.warning(text, source.name, len(unused), unused[0])
     log.info("weights_imported model=%s tensors=%d files=%s", source.name, len(stored_names), ",".join(wanted))
+
+
+def _unused(files: Iterable[str], used: AbstractSet[str], family: Family) -> list[str]:
+    """Tensors of this stage's layers that none of its parameters takes, but for buffers that old files have."""
+    layer = re.compile(rf"(.*\.)?{family.layers}\.\d+\.")
+    layers = {found.group() for name in used if (found := layer.match(name))}
+    names = (name for name in files if name not in used and not name.endswith(OLD_BUFFERS))
+    return sorted(name for name in names if (found := layer.match(name)) and found.group() in layers)
 
 
 def _stored_names(

@@ -338,6 +338,10 @@ def _read_byte_level(folder: Path) -> Any:
             continue
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
-        log.warning("tokenizer_assumed folder=%s reason=nothing says what %s are; taken for GPT-2's", folder, names)
+        log.warning(
+            "tokenizer_assumed folder=%s reason=taken for GPT-2's, since %s are alone there",
+            folder,
+            " and ".join(names),
+        )
         return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=end, eos_token=end, unk_token=end)
     return None
