@@ -18,7 +18,7 @@ from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.runtime.data import tokenizers
-from swarm_peer.runtime.data.slices import SliceReader, samples_of
+from swarm_peer.runtime.data.slices import SliceReader, sample_stream, samples_of
 from swarm_peer.runtime.data.tokenizers import (
     BytesTokenizer,
     PretrainedTokenizer,
@@ -33,6 +33,21 @@ SPARE = "<picture>"
 
 def section(name: str) -> DataSection:
     return DataSection(tokenizer=name, sequence_length=8)
+
+
+def run_over(folder: Path, tokenizer: str, texts: list[str]) -> RunManifest:
+    """A run over texts, of a model with 257 tokens."""
+    (folder / "a.txt").write_text("\n\n".join(texts))
+    return RunManifest.model_validate(
+        {
+            "name": "test",
+            "model": {"config": {"model_type": "gpt2", "vocab_size": 257}},
+            "stages": {"count": 1},
+            "data": {"dataset": "text", "files": [f"{folder}/a.txt"], "tokenizer": tokenizer, "sequence_length": 8},
+            "training": {"steps": 1, "global_batch_size": 1, "microbatch_size": 1},
+            "optimizer": {"learning_rate": 0.1},
+        }
+    )
 
 
 @pytest.fixture
@@ -68,17 +83,7 @@ def test_a_document_with_an_unknown_token_is_dropped_counted_and_told(
 
 def test_samples_are_of_the_other_documents(spare: str, tmp_path: Path) -> None:
     texts = [f"text number {i} {SPARE if i % 3 == 0 else ''}".strip() for i in range(60)]
-    (tmp_path / "a.txt").write_text("\n\n".join(texts))
-    run = RunManifest.model_validate(
-        {
-            "name": "test",
-            "model": {"config": {"model_type": "gpt2", "vocab_size": 257}},
-            "stages": {"count": 1},
-            "data": {"dataset": "text", "files": [str(tmp_path / "a.txt")], "tokenizer": spare, "sequence_length": 8},
-            "training": {"steps": 1, "global_batch_size": 1, "microbatch_size": 1},
-            "optimizer": {"learning_rate": 0.1},
-        }
-    )
+    run = run_over(tmp_path, spare, texts)
     windows = [tokens for _, tokens in SliceReader(manifest=run).open(SliceId(0, 0))]
     assert windows
     assert max(int(tokens.max()) for tokens in windows) == 256
@@ -86,7 +91,16 @@ def test_samples_are_of_the_other_documents(spare: str, tmp_path: Path) -> None:
     assert samples is not None
     kept = sum(len(text) + 1 for text in texts if SPARE not in text)
     assert len(samples) == (kept - 1) // 8
-    assert samples_of(run, [SPARE] * 9, 1) is None
+    assert samples_of(run, ["short"], 1) is None
+
+
+def test_text_of_which_nothing_is_left_is_told(spare: str, tmp_path: Path) -> None:
+    run = run_over(tmp_path, spare, [f"{SPARE} {i}" for i in range(60)])
+    expected = "has given 60 documents tokens that the model does not know, and without these the text is too short"
+    with pytest.raises(UserError, match=expected):
+        samples_of(run, [SPARE] * 60, 1)
+    with pytest.raises(UserError, match=r"documents tokens that the model does not know, .* take the model's own"):
+        next(sample_stream(run, "a"))
 
 
 def test_a_tokenizer_that_fits_is_not_checked(spare: str, monkeypatch: pytest.MonkeyPatch) -> None:

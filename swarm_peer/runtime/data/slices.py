@@ -124,6 +124,8 @@ class SliceReader:
     def no_text(self) -> UserError:
         """The error to raise if all slices of a pass are empty."""
         data = self._manifest.data
+        if self._tokenizer.num_dropped:
+            return _unknown_tokens(data, self._tokenizer)
         return UserError(
             f"data.dataset={data.dataset!r} has no text besides the documents held out for validation, or its slices "
             f"are too short for one sample of data.sequence_length={data.sequence_length}: add text, or shorten the "
@@ -279,16 +281,26 @@ def samples_of(
         the samples; None if the documents are too short for one
 
     Raises:
-        UserError: the tokenizer cannot be loaded
+        UserError: the tokenizer cannot be loaded, or they are too short but for those that have been dropped
     """
     length = manifest.data.sequence_length
-    tokens = np.fromiter(_tokens(documents, _tokenizer_of(manifest, cache_dir)), np.int32)
+    tokenizer = _tokenizer_of(manifest, cache_dir)
+    tokens = np.fromiter(_tokens(documents, tokenizer), np.int32)
     windows = max(len(tokens) - 1, 0) // length
+    if not windows and tokenizer.num_dropped:
+        raise _unknown_tokens(manifest.data, tokenizer)
     if not windows:
         return None
     count = min(num_samples, windows)
     starts = [i * windows // count * length for i in range(count)]
     return np.stack([tokens[start : start + length + 1] for start in starts])
+
+
+def _unknown_tokens(data: DataSection, tokenizer: Tokenizer) -> UserError:
+    return UserError(
+        f"data.tokenizer={data.tokenizer!r} has given {tokenizer.num_dropped} documents tokens that the model does not "
+        f"know, and without these the text is too short: take the model's own tokenizer, or other text"
+    )
 
 
 def _tokenizer_of(manifest: RunManifest, cache_dir: Path | None) -> Tokenizer:
