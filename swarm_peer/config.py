@@ -125,8 +125,7 @@ class DataSection(Section):
     """bytes, or a tokenizer's local folder or hub name, perhaps with @REVISION; if not given, the pretrained model's
     own, or bytes where the weights are random"""
     foreign_tokenizer: bool = False
-    """begin with the weights of a pretrained model though data.tokenizer is not its own: to them, the same ids mean
-    other tokens"""
+    """allow a tokenizer that is not the pretrained model's own: to its weights, the same ids mean other tokens"""
     sequence_length: int = Field(ge=2, le=1 << 20)
     """tokens of a sample, T"""
     shuffle_buffer: int = Field(1024, ge=1)

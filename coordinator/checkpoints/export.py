@@ -94,8 +94,10 @@ def export_states(
 def save_tokenizer(
     resolved: ResolvedManifest, folder: Path, cache_dir: Path | None = None, data_dir: Path | None = ANYWHERE
 ) -> None:
-    """Write the tokenizer, if it is not bytes, beside the model, for AutoTokenizer. A model without it is better than
-    none."""
+    """Write the tokenizer beside the model, for AutoTokenizer, unless it is bytes.
+
+    A model without it is better than none: if that fails, the log says so.
+    """
     data = resolved.manifest.data
     if data.tokenizer == "bytes":
         return

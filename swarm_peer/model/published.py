@@ -10,6 +10,7 @@ import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ _EXPERTS = re.compile(r"(^|_)experts?(_|$)")
 
 def settings_of(family: type[Family]) -> list[str]:
     """The settings of a family's models, by the family's own names and by those common to all families."""
-    fields = family.config_class.__dataclass_fields__
-    return [*fields, *family.config_class.attribute_map]
+    return [*(field.name for field in fields(family.config_class)), *family.config_class.attribute_map]
 
 
 def is_known(key: str, family: type[Family]) -> bool:
