@@ -21,7 +21,7 @@ from swarm import LiveSwarm, new_peer, run_swarm
 
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, train
-from coordinator.run.service import resolve_manifest
+from coordinator.run.resolving import resolve_manifest
 from swarm_peer.model.resolved import ResolvedManifest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"

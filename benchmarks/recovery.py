@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
 from swarm import LiveSwarm, SwarmStopped, new_peer, run_swarm
 
 from coordinator.config_files import load_manifest
-from coordinator.run.service import resolve_manifest
+from coordinator.run.resolving import resolve_manifest
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.yaml"
 SETTINGS = (

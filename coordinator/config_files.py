@@ -6,14 +6,14 @@ package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from coordinator.yaml_text import parse_yaml
 from swarm_peer.config import RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
@@ -45,15 +45,17 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file.
 
     Raises:
-        UserError: it cannot be read, or is no YAML
+        UserError: it cannot be read, is no YAML, or has a key twice
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}; check the path") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from error
+    try:
+        return parse_yaml(text)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def load_manifest(name: Path, overrides: tuple[str, ...] = ()) -> RunManifest:
@@ -78,6 +80,22 @@ def load_manifest(name: Path, overrides: tuple[str, ...] = ()) -> RunManifest:
         raise UserError(f"{name}: {describe(error, RunManifest)}") from error
 
 
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Check that no setting takes back what one before it has set.
+
+    Raises:
+        UserError: two of them name the same key, or a section and a key within it, and the first one would be lost
+    """
+    values: dict[str, str] = {}
+    for key, _, value in (setting.partition("=") for setting in overrides):
+        for earlier, its_value in values.items():
+            if (earlier == key and its_value != value) or earlier.startswith(f"{key}."):
+                raise UserError(
+                    f"--set {key}={value:.80} would replace --set {earlier}={its_value:.80} before it: leave one out"
+                )
+        values[key] = value
+
+
 def _override(data: dict[str, Any], setting: str) -> None:
     key, separator, value = setting.partition("=")
     if not separator:
@@ -88,9 +106,9 @@ def _override(data: dict[str, Any], setting: str) -> None:
         if not isinstance(data, dict):
             raise UserError(f"--set {setting!r}: {parent!r} is no section")
     try:
-        data[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {setting!r}: the value is no valid YAML: {' '.join(str(error).split())}") from error
+        data[leaf] = parse_yaml(value)
+    except UserError as error:
+        raise UserError(f"--set {setting!r}: {error}") from error
 
 
 def changed_settings(before: RunManifest, after: RunManifest) -> Iterator[tuple[str, Any, Any]]:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from math import inf
 from typing import Annotated, Any
@@ -92,9 +93,12 @@ class LineFormatter(logging.Formatter):
 
 
 class RepeatFilter(logging.Filter):
-    """Lets the same complaint through once a minute, if each look at the DHT or try to write repeats it."""
+    """Lets the same complaint through once a minute, if each look at the DHT, try to write or reading repeats it."""
 
-    EVENTS = ("invalid_record", "look_incomplete", "peers_not_kept")
+    EVENTS = (
+        *("invalid_record", "look_incomplete", "peers_not_kept"),
+        *("config_keys_ignored", "images_left_out", "tokenizer_assumed", "python_warning"),
+    )
     EVERY_S = 60.0
     MOST_REMEMBERED = 1024
 
@@ -122,13 +126,49 @@ def as_lines(handler: logging.Handler, level: str | int) -> None:
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
 
 
+class LibraryLogger(logging.Logger):
+    """The logger of a library, whose errors go into our log.
+
+    Some libraries, when they are imported, give theirs a handler that writes lines of another format, beside ours or in
+    their place, and another level. That is without effect here.
+    """
+
+    propagate = property(lambda self: True, lambda self, value: None)
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        """Ignored."""
+
+    def setLevel(self, level: int | str) -> None:
+        """Ignored."""
+
+    @classmethod
+    def adopt(cls, name: str) -> None:
+        """Make a library's logger one of these, before or after the library has been imported."""
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.ERROR)
+        logger.handlers.clear()
+        logger.__class__ = cls
+
+
+def _log_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """Python's way to show a warning, as a line of the log."""
+    log.warning("python_warning category=%s place=%s:%d text=%s", category.__name__, filename, lineno, message)
+
+
 def configure_logging(level: str) -> None:
-    """Log to stderr as `time level event key=value`; other libraries log errors alone."""
+    """Log to stderr as `time level event key=value`; other libraries log errors alone, and show no bars in a file."""
     handler = logging.StreamHandler(sys.stderr)
     as_lines(handler, level.upper())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    for name in ("hivemind", "datasets", "transformers", "httpx", "httpx2", "fsspec", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    for name in ("datasets", "transformers", "huggingface_hub", "httpx", "httpx2", "fsspec", "torch"):
+        LibraryLogger.adopt(name)
+    warnings.showwarning = _log_warning
+    if not sys.stderr.isatty():
+        for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(variable, "1")
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the tokenizers warn about every fork otherwise
     os.environ.setdefault("USE_LEGACY_BFLOAT16", "0")

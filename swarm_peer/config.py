@@ -122,7 +122,10 @@ class DataSection(Section):
     text_field: str = "text"
     """name of the field that holds the text"""
     tokenizer: Name = "bytes"
-    """bytes, or a tokenizer's hub name or local folder"""
+    """bytes, or a tokenizer's local folder or hub name, perhaps with @REVISION; if not given, the pretrained model's
+    own, or bytes where the weights are random"""
+    foreign_tokenizer: bool = False
+    """allow a tokenizer that is not the pretrained model's own: to its weights, the same ids mean other tokens"""
     sequence_length: int = Field(ge=2, le=1 << 20)
     """tokens of a sample, T"""
     shuffle_buffer: int = Field(1024, ge=1)

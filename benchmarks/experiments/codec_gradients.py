@@ -16,7 +16,7 @@ import torch
 
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import STREAM_ID, Baseline, microbatches_of
-from coordinator.run.service import resolve_manifest
+from coordinator.run.resolving import resolve_manifest
 from swarm_peer.config import Codec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.slices import sample_stream

@@ -35,7 +35,7 @@ from wan_report import add_line, commit, machine, provenance, read_lines
 
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, train
-from coordinator.run.service import resolve_manifest
+from coordinator.run.resolving import resolve_manifest
 from swarm_peer.config import Codec, RunManifest, WireSection
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.codecs import decode, encode, rounding_seed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from swarm_peer.model.export import check_folder, export_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.runtime.data.allowed_files import ANYWHERE, check_tokenizer
-from swarm_peer.runtime.data.tokenizers import load_tokenizer
+from swarm_peer.runtime.data.tokenizers import PretrainedTokenizer, load_tokenizer
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.state.index import StageState
 
@@ -89,20 +88,23 @@ def export_states(
     for state in states:
         weights |= {name: value for name, value in state.tensors.items() if is_weight(name)}
     export_model(resolved, weights, folder)
-    if resolved.manifest.data.tokenizer != "bytes":
-        _save_tokenizer(resolved, folder, cache_dir, data_dir)
+    save_tokenizer(resolved, folder, cache_dir, data_dir)
 
 
-def _save_tokenizer(resolved: ResolvedManifest, folder: Path, cache_dir: Path | None, data_dir: Path | None) -> None:
-    """Write the tokenizer beside the model, for AutoTokenizer. A model without it is better than none."""
-    from transformers import AutoTokenizer
+def save_tokenizer(
+    resolved: ResolvedManifest, folder: Path, cache_dir: Path | None = None, data_dir: Path | None = ANYWHERE
+) -> None:
+    """Write the tokenizer beside the model, for AutoTokenizer, unless it is bytes.
 
+    A model without it is better than none: if that fails, the log says so.
+    """
     data = resolved.manifest.data
+    if data.tokenizer == "bytes":
+        return
     try:
         check_tokenizer(data, data_dir)
-        load_tokenizer(data, resolved.vocab_size, cache_dir)
-        source = os.path.expanduser(data.tokenizer)
-        tokenizer = AutoTokenizer.from_pretrained(source, cache_dir=cache_dir, trust_remote_code=False)
-        tokenizer.save_pretrained(folder)
+        tokenizer = load_tokenizer(data, resolved.vocab_size, cache_dir)
+        if isinstance(tokenizer, PretrainedTokenizer):
+            tokenizer.save(folder)
     except (UserError, OSError) as error:
         log.warning("tokenizer_not_saved folder=%s reason=%s", folder, error)

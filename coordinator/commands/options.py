@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
-from coordinator.config_files import load_manifest
+from coordinator.config_files import check_overrides, load_manifest
 from coordinator.watch.loggers import LoggerName
 from swarm_peer.config import LOGS, MACHINE, NETWORK, RUN, Addresses
 
@@ -65,7 +65,12 @@ LogLevel = Annotated[
 Overrides = Annotated[
     tuple[str, ...],
     RUN,
-    Parameter(name="--set", negative="", help="Override the file, such as --set training.steps=500; may be repeated."),
+    Parameter(
+        name="--set",
+        negative="",
+        help="Override the file, such as --set training.steps=500; may be repeated.",
+        validator=lambda _, overrides: check_overrides(overrides),
+    ),
 ]
 # Of the page on which people watch a run.
 DASHBOARD = "127.0.0.1:8470"
@@ -112,6 +117,6 @@ def load_and_resolve(
             overrides = (*overrides, f"schedule.warmup_steps={steps}")
         manifest = load_manifest(config, overrides)
 
-    from coordinator.run.service import resolve_manifest
+    from coordinator.run.resolving import resolve_manifest
 
     return resolve_manifest(manifest, cache_dir)

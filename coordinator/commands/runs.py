@@ -201,6 +201,7 @@ def baseline(
 
     import torch
 
+    from coordinator.checkpoints.export import save_tokenizer
     from coordinator.run.baseline import Baseline, train
     from coordinator.run.run_options import check_not_begun, check_output, lock_folder
     from coordinator.watch.metrics_file import MetricsFile
@@ -221,3 +222,4 @@ def baseline(
                 on_line(line)
                 print(json.dumps(line), flush=True)
         export_model(resolved, trained.state(), output / "model")
+        save_tokenizer(resolved, output / "model", cache_dir)

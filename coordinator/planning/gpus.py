@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field
 
+from coordinator.yaml_text import parse_yaml
 from swarm_peer.config import Section
 from swarm_peer.errors import UserError
 
@@ -51,7 +51,7 @@ class Gpu(Section):
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """All entries of gpus.yaml."""
-    content = yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
+    content = parse_yaml(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
     return tuple(Gpu.model_validate(entry) for entry in content)
 
 

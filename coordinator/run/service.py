@@ -40,14 +40,11 @@ from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
-from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
-from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.assignments import wait_for_end
@@ -57,7 +54,6 @@ from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import RevocationsRecord, revocations_key
 from swarm_peer.wire.records import (
     MANIFESTS_KEY,
-    MAX_MANIFEST_BYTES,
     ManifestRecord,
     Record,
     timeline_key,
@@ -75,21 +71,6 @@ RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
 # Peers and standbys find the end only while a node keeps it, and do not ask one for some 20 s that did not answer once.
 LINGER_S = 30.0
-
-
-def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> ResolvedManifest:
-    """The manifest as it is published: with an inline model config, and all checks done that are possible now.
-
-    Raises:
-        UserError: the model, its cut or the tokenizer does not fit
-    """
-    model = resolve_model(manifest.model, cache_dir)
-    resolved = ResolvedManifest.of(manifest.model_copy(update={"model": model}))
-    load_tokenizer(manifest.data, resolved.vocab_size, cache_dir)
-    num_bytes = len(resolved.manifest.canonical_json())
-    if num_bytes > MAX_MANIFEST_BYTES:
-        raise UserError(f"the manifest has {num_bytes} bytes; at most {MAX_MANIFEST_BYTES} fit: shorten model.config")
-    return resolved
 
 
 class RunService:

@@ -8,21 +8,21 @@ from __future__ import annotations
 import copy
 import json
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarm_peer.config import ModelSection
 from swarm_peer.config_errors import suggestion
-from swarm_peer.errors import UserError
+from swarm_peer.errors import UserError, first_line
 from swarm_peer.model.families import Family, family_class, family_of
-from swarm_peer.model.families.base import CARRIED_KEYS, FIXED_VALUES
+from swarm_peer.model.families.base import FIXED_VALUES, shapes_only
 from swarm_peer.model.pretrained import ModelSource
+from swarm_peer.model.published import ROPE_KEYS, as_trained, is_known, settings_of, unknown_rope_keys
 
 
 def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> ModelSection:
@@ -40,31 +40,37 @@ def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -
     """Turn what `model.config` or `model.pretrained` names into an inline transformers config, to be published.
 
     Reads a folder's config.json, or the hub's (from the cache alone where HF_HUB_OFFLINE is set). A config that stands
-    in a manifest is not checked: parse_model_config does that. One that a pretrained model brings is untied, since
-    head and embedding belong to different stages.
+    in a manifest is not checked: parse_model_config does that. One that comes with a model may have keys that
+    transformers ignores (published.py).
 
     Raises:
-        UserError: the folder, its config.json or the hub's model cannot be read, or the pretrained model is none that
-            can be trained or has other shapes than `model.config`
+        UserError: the folder, its config.json or the hub's model cannot be read, or the model is none that can be
+            trained or has other shapes than `model.config`
     """
     config = copy.deepcopy(section.config)
     if isinstance(config, str):
         # A name that looks like the hub's may be a folder's here.
         name = os.path.join(".", config) if os.path.isdir(config) else config
-        config = ModelSource(name, cache_dir, key="model.config").read_config()
-        config |= {"tie_word_embeddings": False} if section.pretrained is not None else {}
+        config = _published(ModelSource(name, cache_dir, key="model.config"))
     if section.pretrained is None:
         assert config is not None, "a model has a config, if nothing pretrained"
         return config
     source = ModelSource(section.pretrained, cache_dir)
-    pretrained_config = source.read_config() | {"tie_word_embeddings": False}
-    try:
-        theirs = parse_model_config(pretrained_config)
-    except UserError as error:
-        raise source.error(f"cannot be trained: {error}") from error
+    pretrained_config = _published(source)
     if config is None:
         return pretrained_config
-    _check_shapes(parse_model_config(config), theirs, source)
+    _check_shapes(parse_model_config(config), parse_model_config(pretrained_config), source)
+    return config
+
+
+def _published(source: ModelSource) -> dict[str, Any]:
+    """The config that comes with a model, known to work."""
+    config = source.read_config()
+    try:
+        config = as_trained(config, source.name)
+        parse_model_config(config)
+    except UserError as error:
+        raise source.error(f"cannot be trained: {error}") from error
     return config
 
 
@@ -87,11 +93,16 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
     family = family_class(config.get("model_type"))
     model_type = family.config_class.model_type
     for key in config:
-        if not _is_known(key, family):
+        if not is_known(key, family):
             raise UserError(
                 f"model.config: {key}={config[key]!r} is no setting of {model_type} models: "
-                f"remove it or correct its spelling{suggestion(key, _settings(family))}"
+                f"remove it or correct its spelling{suggestion(key, settings_of(family))}"
             )
+    for section, key in unknown_rope_keys(config, family):
+        raise UserError(
+            f"model.config: {section}.{key} is no setting of rotary positions: "
+            f"remove it or correct its spelling{suggestion(key, ROPE_KEYS)}"
+        )
     try:
         parsed = family.config_class.from_dict(copy.deepcopy(config))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
@@ -107,20 +118,6 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
     _check_sizes(family(parsed))
     parsed._attn_implementation = family(parsed).attention_implementation
     return parsed
-
-
-def _settings(family: type[Family]) -> list[str]:
-    """The settings of a family's models, by the family's own names and by those common to all families."""
-    return [*(field.name for field in fields(family.config_class)), *family.config_class.attribute_map]
-
-
-def _is_known(key: str, family: type[Family]) -> bool:
-    return (
-        key in _settings(family)
-        or key in CARRIED_KEYS | family.carried_keys
-        or key in GenerationConfig._get_default_generation_params()
-        or key.startswith("_")  # what transformers notes for itself, such as _name_or_path
-    )
 
 
 def _check_sizes(family: Family) -> None:
@@ -150,12 +147,38 @@ def _check_sizes(family: Family) -> None:
                 f"model.config: {_own_name(config, key)}={getattr(config, key)} is not a multiple of "
                 f"{_own_name(config, divisor)}={getattr(config, divisor)}: change one of them"
             )
-    for rope_type in family.rope_types():
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            raise UserError(
-                f"model.config: rope_type={rope_type!r} is unknown to transformers; "
-                f"choose one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
-            )
+    try:
+        with shapes_only():
+            family.build_embeddings()
+    except AssertionError as error:  # torch's, which names no value
+        raise UserError(
+            f"model.config: pad_token_id={config.pad_token_id} is outside of the vocabulary of {config.vocab_size}: "
+            f"correct it, or set it to null"
+        ) from error
+    _check_positions(family)
+
+
+def _check_positions(family: Family) -> None:
+    """Refuse rotary positions that transformers cannot compute, or not those that the layers need."""
+    parameters = getattr(family.config, "rope_parameters", None)
+    # Wrong values make transformers raise nearly anything.
+    try:
+        for rope_type in family.rope_types():
+            if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+                raise UserError(
+                    f"model.config: rope_type={rope_type!r} is unknown to transformers; "
+                    f"choose one of default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+                )
+        reason = family.wrong_positions()
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    if reason:
+        raise UserError(
+            f"model.config: rotary positions cannot be computed with {parameters!r:.200} ({reason}): correct "
+            f"rope_theta, rope_scaling or rope_parameters"
+        )
 
 
 def _own_name(config: PretrainedConfig, key: str) -> str:

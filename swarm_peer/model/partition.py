@@ -111,11 +111,10 @@ def cut_stages(
     """
     num_layers = config.num_hidden_layers
     family = family_of(config)
-    if share_layers and not family.has_like_layers():
-        kinds = ", ".join(sorted({family.layer_kind(index) for index in range(num_layers)}))
+    if share_layers and (difference := family.layers_differ_by()):
         raise UserError(
-            f"model.share_layers=true needs layers that are all alike, and those of this {config.model_type} model are "
-            f"of several kinds ({kinds}): set share_layers: false, or choose another config"
+            f"model.share_layers=true needs layers that are all alike, and those of this {config.model_type} model "
+            f"differ ({difference}): set share_layers: false, or choose another config"
         )
     if sequence_length > config.max_position_embeddings:
         key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")

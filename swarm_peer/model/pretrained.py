@@ -11,6 +11,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swarm_peer.config import RunManifest, looks_like_a_path
-from swarm_peer.errors import UserError, first_line
+from swarm_peer.errors import UserError, first_line, machine_fault
 from swarm_peer.model.families import Family
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Weights of other types are quantised, and scales that we do not know belong to them.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+# Of layers, by the ends of their names: nobody needs them any more.
+OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class ModelSource:
             log.debug("file_not_found model=%s file=%s reason=%s", self.name, file, error)
             return None
         except (OSError, ValueError) as error:  # every other error of the hub's client is one of the two
+            if (fault := machine_fault(error)) is not None:
+                raise self.error(f"cannot be downloaded: {fault}") from error
             raise self.error(
                 f"cannot be had from the Hugging Face hub ({first_line(error)}): correct the name"
             ) from error
@@ -89,7 +94,7 @@ class ModelSource:
         if (path := self.fetch(file)) is None:
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):
@@ -100,7 +105,9 @@ class ModelSource:
         """The model's config.json. Raises UserError."""
         config = self.read_json(CONFIG_FILE)
         if config is None:
-            raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{self._hint}")
+            is_gguf = self.folder is not None and any(self.folder.glob("*.gguf"))
+            hint = ", which transformers makes of a GGUF file" if is_gguf else self._hint
+            raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{hint}")
         return config
 
     def pinned(self) -> str:
@@ -133,7 +140,8 @@ class ModelSource:
         index = self.read_json(INDEX_FILE)
         if index is None:
             raise self.error(
-                f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}: give a model that was saved as safetensors{self._hint}"
+                f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}: give a model that was saved as safetensors, not as "
+                f"pytorch_model.bin or GGUF{self._hint}"
             )
         files = index.get("weight_map")
         # A name with a folder in it would lead to files that nobody allowed.
@@ -197,7 +205,18 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
                 shape = module.get_parameter(name).shape
                 values = _read(content, stored_names[name], shape, file_name, source)
                 module.get_submodule(owner).register_parameter(key, nn.Parameter(values))
+    if unused := _unused(files, set(stored_names.values()), family):
+        text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
+        log.warning(text, source.name, len(unused), unused[0])
     log.info("weights_imported model=%s tensors=%d files=%s", source.name, len(stored_names), ",".join(wanted))
+
+
+def _unused(files: Iterable[str], used: AbstractSet[str], family: Family) -> list[str]:
+    """Tensors of this stage's layers that none of its parameters takes, but for buffers that old files have."""
+    layer = re.compile(rf"(.*\.)?{family.layers}\.\d+\.")
+    layers = {found.group() for name in used if (found := layer.match(name))}
+    names = (name for name in files if name not in used and not name.endswith(OLD_BUFFERS))
+    return sorted(name for name in names if (found := layer.match(name)) and found.group() in layers)
 
 
 def _stored_names(
@@ -205,17 +224,18 @@ def _stored_names(
 ) -> dict[str, str]:
     """The name that the files have for each parameter.
 
-    Models without a head are saved without the body's name before the others'.
+    Models without a head are saved without the body's name before the others'. The language model of one that also
+    takes images has its own name before or after the body's.
     Where embedding and head are tied, the files have one tensor for both (if they have two, these are the two: as
     transformers' tie_weights does it).
     """
     twins: dict[str, str] = {}
     found = {}
     for name in names:
-        candidates = [name, name.removeprefix(f"{family.body}.")]
+        candidates = _candidates(name, family)
         if not any(candidate in files for candidate in candidates):
             twins = twins or _tied_names(family, source)
-            candidates += [twins[name], twins[name].removeprefix(f"{family.body}.")] if name in twins else []
+            candidates = _candidates(twins[name], family) if name in twins else []
         stored = next((candidate for candidate in candidates if candidate in files), None)
         if stored is None:
             raise source.error(
@@ -223,6 +243,12 @@ def _stored_names(
             )
         found[name] = stored
     return found
+
+
+def _candidates(name: str, family: Family) -> list[str]:
+    plain = name.removeprefix(f"{family.body}.")
+    within = [f"language_model.{name}", f"{family.body}.language_model.{plain}"] if family.wrappers else []
+    return [name, plain, *within]
 
 
 def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:

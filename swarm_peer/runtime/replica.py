@@ -5,6 +5,7 @@ Several replicas may be open in one peer at once. `Peer` decides when one opens 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,8 @@ from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.wire.records import ProgressRecord, progress_key
+
+log = logging.getLogger(__name__)
 
 # Pause between looks for new progress to publish.
 PUBLISH_PROGRESS_S = 1.0
@@ -276,7 +279,8 @@ class StageReplica:
 def check_data(resolved: ResolvedManifest, options: PeerOptions) -> None:
     """Raise UserError if this machine may not read the run's data, or cannot read its tokenizer."""
     check_data_files(resolved.manifest, options.data_dir)
-    load_tokenizer(resolved.manifest.data, resolved.vocab_size, options.cache_dir)
+    tokenizer = load_tokenizer(resolved.manifest.data, resolved.vocab_size, options.cache_dir)
+    log.info("tokenizer_loaded tokenizer=%s tokens=%d", resolved.manifest.data.tokenizer, tokenizer.vocab_size)
 
 
 def _read_data(resolved: ResolvedManifest, options: PeerOptions) -> StageData:

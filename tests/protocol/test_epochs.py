@@ -47,8 +47,12 @@ def places_after(epoch, *wishes):
     return None if found is None else [tuple(place) for place in found.places]
 
 
-def join(seat, stage, epoch_id=ID):
-    return Join(seat, epoch_id, stage)
+def join(seat, stage, epoch_id=ID, has_state=True):
+    return Join(seat, epoch_id, stage, has_state)
+
+
+def fresh(seat, stage):
+    return join(seat, stage, has_state=False)
 
 
 @pytest.mark.parametrize(
@@ -129,33 +133,46 @@ def offer(seat, step, *snapshots, round_number=None):
 
 
 def test_a_lost_stage_waits_without_snapshots():
-    assert places_after(LOST, join(E, 1)) is None
-    assert places_after(LOST, join(E, 1), offer(A, 30, (30, 0))) is None, "of stage 1 there is none"
+    assert places_after(LOST, fresh(E, 1)) is None
+    assert places_after(LOST, fresh(E, 1), offer(A, 30, (30, 0))) is None, "of stage 1 there is none"
 
 
 def test_the_newest_snapshot_of_all_stages_is_where_it_begins_anew():
     offers = [offer(A, 34, (30, 0), (30, 1), (20, 0), (20, 1)), offer(D, 35, (35, 0), (20, 1), round_number=41)]
-    found = next_epoch(LOST, [join(E, 1), *offers], RULES)
+    found = next_epoch(LOST, [fresh(E, 1), *offers], RULES)
     assert found.restart == Restart(42, 30, ("30/0", "30/1"))
     assert (found.leader(1), found.begun) == (E, (0, 1))
     assert next_epoch(found, [], RULES) is None
 
 
 def test_a_run_of_few_steps_begins_with_its_initial_weights():
-    assert next_epoch(LOST, [join(E, 1), offer(A, 5)], RULES).restart == Restart(6, 0)
-    assert next_epoch(LOST, [join(E, 1), offer(A, 6)], RULES) is None
+    assert next_epoch(LOST, [fresh(E, 1), offer(A, 5)], RULES).restart == Restart(6, 0)
+    assert next_epoch(LOST, [fresh(E, 1), offer(A, 6)], RULES) is None
 
 
 def test_a_stage_that_nobody_has_served_yet_is_not_lost():
-    fresh = epoch_of((COORDINATORS, C), (0, A), begun=(0,))
-    found = next_epoch(fresh, [join(E, 1)], RULES)
+    unbegun = epoch_of((COORDINATORS, C), (0, A), begun=(0,))
+    found = next_epoch(unbegun, [fresh(E, 1)], RULES)
     assert (found.restart, found.begun) == (BEGINNING, (0, 1))
 
 
-def test_who_takes_the_place_of_the_last_one_at_once_has_its_state():
+def test_who_has_the_state_takes_the_place_of_the_last_one_and_nothing_is_lost():
     epoch = epoch_of((0, A), (1, B))
     found = next_epoch(epoch, [join(E, 1), Leave(B, ID, 1)], RULES)
     assert (found.restart, found.leader(1)) == (BEGINNING, E)
+
+
+def test_who_has_no_state_joins_no_stage_that_others_serve():
+    epoch = epoch_of((0, A), (1, B))
+    assert next_epoch(epoch, [fresh(E, 1)], RULES) is None
+    begins = next_epoch(epoch, [fresh(E, 1), Leave(B, ID, 1), offer(A, 2)], RULES)
+    assert (begins.restart, begins.leader(1)) == (Restart(3, 0), E)
+
+
+def test_an_older_life_leaves_no_state_to_a_later_one():
+    again = B._replace(life=2)
+    found = next_epoch(epoch_of((0, A), (1, B)), [fresh(again, 1), offer(A, 2)], RULES)
+    assert (found.restart, found.roster(1)) == (Restart(3, 0), (again,))
 
 
 # --- certificates

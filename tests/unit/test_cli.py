@@ -4,9 +4,11 @@ import errno
 import io
 import json
 import logging
+import os
 import re
 import sys
 import tempfile
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -75,13 +77,16 @@ FORGED = "x\n2026-11-26 03:00:00,000 ERROR run_ended reason=stop\x1b]0;owned\x07
 SAID = r"x\n2026-11-26 03:00:00,000 ERROR run_ended reason=stop\x1b]0;owned\x07\r\x7f\x85\x9b2J\u2028\u2029"
 
 
+BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+
+
 @pytest.fixture
 def stderr(monkeypatch):
     """What the programs' log is written to."""
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(logging.root, "handlers", [])
-    for name in ("HIVEMIND_LOGLEVEL", "TOKENIZERS_PARALLELISM", "USE_LEGACY_BFLOAT16"):
+    for name in ("HIVEMIND_LOGLEVEL", "TOKENIZERS_PARALLELISM", "USE_LEGACY_BFLOAT16", *BARS):
         monkeypatch.setenv(name, "")
     level = logging.root.level
     swarm_peer.cli.configure_logging("info")
@@ -98,6 +103,53 @@ def test_what_a_member_sends_makes_no_line_of_the_log_and_commands_no_terminal(s
     assert re.match(r"[-\d]{10} [:\d]{8},\d{3} WARN(ING)? invalid_message peer=a reason=GreetCall: ", invalid)
     assert SAID in invalid
     assert avoided.endswith(f" INFO peer_avoided reason={SAID}")
+
+
+@pytest.mark.parametrize("is_imported_first", [True, False])
+def test_a_librarys_errors_are_lines_of_our_log_once_each(stderr, is_imported_first):
+    """Whatever handler, level and way to the root logger the library has given its own logger."""
+    name = f"library_{is_imported_first}"
+
+    def import_it():
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.StreamHandler(stderr))
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+
+    if is_imported_first:
+        import_it()
+    swarm_peer.cli.LibraryLogger.adopt(name)
+    if not is_imported_first:
+        import_it()
+    logging.getLogger(f"{name}.part").warning("a warning")
+    logging.getLogger(name).info("a hint")
+    logging.getLogger(f"{name}.part").error("cannot read\nit")
+    (line,) = stderr.getvalue().splitlines()
+    assert line.endswith(r" ERROR cannot read\nit")
+
+
+def test_the_libraries_that_log_beside_us_are_adopted(stderr):
+    for name in ("datasets", "transformers", "huggingface_hub", "torch"):
+        assert isinstance(logging.getLogger(name), swarm_peer.cli.LibraryLogger), name
+
+
+def test_a_warning_of_python_is_a_line_of_our_log_once(stderr):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for _ in range(3):
+            warnings.warn("look\nout", UserWarning, stacklevel=1)
+    (line,) = stderr.getvalue().splitlines()
+    assert re.search(r" WARN(ING)? python_warning category=UserWarning place=.*test_cli\.py:\d+ text=look\\nout$", line)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_drawn_on_terminals_alone(is_terminal, stderr, monkeypatch):
+    for name in BARS:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "stderr", stderr)  # pytest's is there again, once the fixtures are
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
+    swarm_peer.cli.configure_logging("info")
+    assert [os.environ.get(name) for name in BARS] == [None if is_terminal else "1"] * 3
 
 
 def test_a_traceback_has_lines_of_its_own_and_none_that_looks_like_the_log(stderr):

@@ -94,7 +94,7 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("optimizer.lr=0.1", "optimizer.lr: unknown key: remove it or correct its spelling"),
         ("training.step=5", "training.step: unknown key: remove it or correct its spelling (steps?)"),
         ("optimiser.name=sgd", "optimiser: unknown key: remove it or correct its spelling (optimizer?)"),
-        ("seed=[", "--set 'seed=[': the value is no valid YAML"),
+        ("seed=[", "--set 'seed=[': this is no valid YAML"),
         (
             "wire.activations=int4",
             "wire.activations: Input should be 'none', 'fp16', 'bf16', 'blockwise_8bit', 'int5_h",

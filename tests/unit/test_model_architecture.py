@@ -233,6 +233,13 @@ PUBLISHED_GEMMA3 = {
     "use_cache": True,
     "vocab_size": 262144,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "original_max_position_embeddings": 8,
+    "short_factor": [1.0] * 3,
+    "long_factor": [1.0] * 3,
+}
 PUBLISHED = [
     *(PUBLISHED_GPT2, PUBLISHED_LLAMA, PUBLISHED_MISTRAL, PUBLISHED_QWEN2, PUBLISHED_QWEN3),
     *(PUBLISHED_GEMMA2, PUBLISHED_GEMMA3),
@@ -317,6 +324,20 @@ def test_each_family_has_a_tiny_model():
     assert list(CONFIGS) == list(FAMILIES)
 
 
+@pytest.mark.parametrize(
+    "rope_scaling",
+    [
+        LONGROPE,
+        {"type": "linear", "factor": 2},
+        {"type": "linear", "factor": 0.5},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "attention_factor": 1.1},
+    ],
+)
+def test_rotary_positions_that_can_be_computed_pass(rope_scaling):
+    parse_model_config(LLAMA | {"rope_scaling": rope_scaling})
+
+
 def test_names_common_to_all_families_pass():
     assert parse_model_config(GPT2 | {"num_hidden_layers": 7}).n_layer == 7
 
@@ -341,7 +362,6 @@ def test_names_common_to_all_families_pass():
         ),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
         (GPT2 | {"is_encoder_decoder": True}, "is_encoder_decoder=True is not supported"),
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
         (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True is not supported"),
         (GPT2 | {"n_head": 5}, "n_embd=24 is not a multiple of n_head=5: change one of them"),
         (GPT2 | {"n_layer": 0}, "n_layer=0 must be at least 1"),
@@ -350,6 +370,38 @@ def test_names_common_to_all_families_pass():
         (LLAMA | {"head_dim": 7}, "is no llama model: .* even rotary dimension"),
         (LLAMA | {"rope_scaling": {"rope_type": "magic"}}, "rope_type='magic' is unknown"),
         (GPT2 | {"rope_theta": 1.0}, "rope_theta=1.0 is no setting of gpt2 models"),
+        (LLAMA | {"rope_theta": "1e6"}, "rotary positions cannot be computed with .*rope_theta='1e6' is no number"),
+        (
+            LLAMA | {"rope_theta": 0},
+            "rotary positions cannot be computed with .*they are not finite.: correct rope_theta",
+        ),
+        (LLAMA | {"rope_theta": -1e4}, "rotary positions cannot be computed .*they are not finite"),
+        (LLAMA | {"rope_theta": inf}, "rotary positions cannot be computed .*rope_theta=inf is no number"),
+        (LLAMA | {"rope_theta": None}, "rotary positions cannot be computed .*TypeError"),
+        (
+            GEMMA3 | {"rope_local_base_freq": "1e4"},
+            "rotary positions cannot be computed .*rope_theta='1e4' is no number",
+        ),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "Missing required keys .*factor"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": "2"}}, "rotary positions .*factor='2' is no number"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0}}, "rotary positions .*they are not finite"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": -2.0}}, "rotary positions .*no positive numbers"),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factr": 2.0}},
+            r"rope_scaling\.factr is no setting .*\(factor\?\)",
+        ),
+        (LLAMA | {"rope_scaling": [2.0]}, "is no llama model: TypeError"),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "rotary positions .*they turn 4 values of a head, which has 6",
+        ),
+        (LLAMA | {"rope_scaling": LONGROPE | {"short_factor": [1.0, 1.0]}}, "rotary positions .*must match the size"),
+        (LLAMA | {"rope_scaling": LONGROPE | {"long_factor": [1.0, 1.0]}}, "rotary positions .*must match the size"),
+        (LLAMA | {"rope_scaling": LONGROPE | {"long_factor": [0.0] * 3}}, "rotary positions .*they are not finite"),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            r"rope_parameters\.full_attention is no setting of rotary positions",
+        ),
         (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be at least 1, since layers have sliding attention"),
         (QWEN2 | {"use_mrope": True}, "use_mrope=True is not supported"),
         (

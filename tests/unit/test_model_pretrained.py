@@ -155,6 +155,23 @@ def test_the_one_tensor_of_a_tied_model_may_have_the_heads_name(tmp_path):
     torch.testing.assert_close(chained_logits(import_stages(tmp_path)), expected, rtol=0, atol=1e-5)
 
 
+def test_weights_that_the_config_says_nothing_of_are_told(tmp_path, caplog):
+    """Such as the biases of another family: without them the model computes something else."""
+    save_model(tmp_path, "llama")
+    import_stages(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(3) for i in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    import_stages(tmp_path)
+    assert "weights_left_out" not in caplog.text
+    tensors |= {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(24) for i in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    import_stages(tmp_path, 3)
+    told = [record.getMessage() for record in caplog.records if "weights_left_out" in record.getMessage()]
+    assert sum(int(line.split()[2].removeprefix("tensors=")) for line in told) == 4
+    assert "first=model.layers.0.self_attn.q_proj.bias" in told[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_becomes_fp32(dtype, tmp_path):
     model = save_model(tmp_path, "llama")

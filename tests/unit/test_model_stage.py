@@ -149,9 +149,7 @@ def test_shared_layers_are_one_layer_applied_repeatedly(config, num_stages):
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - ALIKE.keys()))
 def test_layers_that_differ_cannot_share_their_weights(name):
     parsed = parse_model_config(CONFIGS[name])
-    with pytest.raises(
-        UserError, match=rf"{name} model are of several kinds \(full_attention, sliding_attention\): set"
-    ):
+    with pytest.raises(UserError, match=rf"{name} model differ \(kinds: full_attention, sliding_attention\): set"):
         cut_stages(parsed, 2, LENGTH, share_layers=True)
 
 

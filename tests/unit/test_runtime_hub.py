@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_written_is_no_fault_of_the_hub(tmp_path: Path, m
         raise OSError(30, "Read-only file system", str(tmp_path / "datasets"))
 
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
-    with pytest.raises(UserError, match=r"'swarm/json': .*/datasets: Read-only file system; .*--cache-dir") as caught:
+    with pytest.raises(UserError, match=r"'swarm/json': Read-only file system: .*/datasets; .*--cache-dir") as caught:
         read(tmp_path, "swarm/json")
     assert not isinstance(caught.value, HubFailed), "it is not tried again for an hour"
 

@@ -364,7 +364,7 @@ def test_mistakes_of_our_own_are_not_blamed_on_the_data(monkeypatch: pytest.Monk
             OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/a.txt"),
             False,
             UserError,
-            "Too many open files; let this process open more files",
+            "Too many open files: /a.txt; let this process open more files",
         ),
         (
             OSError(errno.EACCES, os.strerror(errno.EACCES), "/a.txt"),

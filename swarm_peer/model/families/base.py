@@ -36,6 +36,7 @@ CARRIED_KEYS = frozenset(
         "is_decoder",
         "sep_token_id",
         "decoder_start_token_id",
+        "is_causal",
         "mask_token_id",
         "unk_token_id",
         "transformers.js_config",
@@ -46,6 +47,7 @@ CARRIED_KEYS = frozenset(
 FIXED_VALUES: Mapping[str, tuple[Any, str]] = {
     "tie_word_embeddings": (False, "the embedding and the head belong to different stages"),
     "is_encoder_decoder": (False, "only decoders can be cut into stages"),
+    "is_causal": (True, "a model that predicts the next token must not see it"),
 }
 
 
@@ -102,6 +104,8 @@ class Family(ABC):
         norm_weight: initial weight of a normalisation, with which it changes no scale
         carried_keys: further CARRIED_KEYS of this family
         fixed_values: further FIXED_VALUES of this family
+        passed_over: keys of fixed_values that transformers ignores, so that a published model may have any value there
+        wrappers: model types of models that also take images, whose part for text is a model of this family
         sizes: keys whose values must be 1 or more
         multiples: pairs of keys, of which the first one's value must be a multiple of the second one's
         activation: key of the activation function
@@ -119,6 +123,8 @@ class Family(ABC):
     norm_weight: ClassVar[float] = 1.0
     carried_keys: ClassVar[frozenset[str]] = frozenset()
     fixed_values: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    passed_over: ClassVar[frozenset[str]] = frozenset()
+    wrappers: ClassVar[frozenset[str]] = frozenset()
     sizes: ClassVar[tuple[str, ...]] = (
         "vocab_size",
         "hidden_size",
@@ -145,6 +151,10 @@ class Family(ABC):
         """The kinds of rotary positions that the config asks for."""
         return ()
 
+    def wrong_positions(self) -> str:
+        """Why no layer can work with the rotary positions that the config asks for; empty if they can."""
+        return ""
+
     def shapes(self) -> dict[str, Any]:
         """Values that decide the shapes of the weights and how these are read, by key of the config."""
         return {key: getattr(self.config, key) for key in self.shape_keys}
@@ -163,9 +173,10 @@ class Family(ABC):
         kind: str = "full_attention" if types is None else types[index]
         return kind
 
-    def has_like_layers(self) -> bool:
-        """Whether all layers are of one kind, so that one can stand for the others."""
-        return len({self.layer_kind(index) for index in range(self.config.num_hidden_layers)}) == 1
+    def layers_differ_by(self) -> str:
+        """By what layers differ, so that none can stand for the others; empty if they are all alike."""
+        kinds = sorted({self.layer_kind(index) for index in range(self.config.num_hidden_layers)})
+        return f"kinds: {', '.join(kinds)}" if len(kinds) > 1 else ""
 
     # --- the modules
 

@@ -28,6 +28,8 @@ class Gemma3Family(GemmaFamily):
         **GemmaFamily.fixed_values,
         "attn_logit_softcapping": (None, "transformers' Gemma 3 ignores it"),
     }
+    passed_over = frozenset({"attn_logit_softcapping"})
+    wrappers = frozenset({"gemma3"})
 
     def rope_types(self) -> tuple[str, ...]:
         """One of each kind of layer."""

@@ -22,12 +22,17 @@ class GPT2Family(Family):
     carried_keys = frozenset({"n_ctx"})
     fixed_values: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "add_cross_attention": (False, "there is no encoder to attend to"),
-        "scale_attn_by_inverse_layer_idx": (False, "layers must not depend on their number, since they can be shared"),
         "reorder_and_upcast_attn": (False, "scaled-dot-product attention ignores it"),
     }
+    passed_over = frozenset({"reorder_and_upcast_attn"})
     activation = "activation_function"
     shape_keys = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
     widths = ("n_embd", "n_head", "n_inner")
+
+    def layers_differ_by(self) -> str:
+        """By their scales of attention, where these follow from a layer's number."""
+        key = "scale_attn_by_inverse_layer_idx"
+        return f"{key}: true" if getattr(self.config, key) else super().layers_differ_by()
 
     @property
     def _inner(self) -> int:

@@ -14,7 +14,9 @@ class MistralFamily(RotaryFamily):
     config_class, model_class, layer_class = MistralConfig, MistralForCausalLM, MistralDecoderLayer
     norm_class, rotary_class = MistralRMSNorm, MistralRotaryEmbedding
     kinds = ("full_attention", "sliding_attention")
+    wrappers = frozenset({"mistral3"})
     sizes = (*RotaryFamily.sizes, "head_dim")
+    multiples = (("num_attention_heads", "num_key_value_heads"),)
     shape_keys = (*RotaryFamily.shape_keys, "head_dim")
 
     def layer_kind(self, index: int) -> str:

@@ -16,8 +16,13 @@ class Qwen2Family(RotaryFamily):
 
     config_class, model_class, layer_class = Qwen2Config, Qwen2ForCausalLM, Qwen2DecoderLayer
     norm_class, rotary_class = Qwen2RMSNorm, Qwen2RotaryEmbedding
-    carried_keys = RotaryFamily.carried_keys | {"use_mrope"}
+    # No setting of transformers' Qwen2Config, but its layers ask for it.
+    carried_keys = RotaryFamily.carried_keys | {"use_mrope", "head_dim"}
     fixed_values: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "use_mrope": (False, "text has positions in one dimension")
     }
     kinds = ("full_attention", "sliding_attention")
+
+    def shapes(self) -> dict[str, Any]:
+        """With the size of heads, which a config may leave to its default."""
+        return super().shapes() | {"head_dim": self.head_dim}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -47,6 +48,25 @@ class RotaryFamily(Family):
     def rope_types(self) -> tuple[str, ...]:
         """One, for all layers."""
         return (self.config.rope_parameters["rope_type"],)
+
+    def wrong_positions(self) -> str:
+        """Why no layer can work with the rotary positions that the config asks for: first and last are tried."""
+        parameters = self.config.rope_parameters
+        sections = (parameters, *(value for value in parameters.values() if isinstance(value, dict)))
+        for key, value in (item for section in sections for item in section.items()):
+            is_text = isinstance(value, str) and key not in ("rope_type", "type")
+            if is_text or (isinstance(value, float) and not math.isfinite(value)):
+                return f"{key}={value!r} is no number"
+        rotary = self.build_rotary()
+        position_ids_1T = torch.tensor([[0, self.config.max_position_embeddings - 1]])
+        for kind in sorted({self.layer_kind(index) for index in range(self.config.num_hidden_layers)}):
+            for values_1TD in self.rotate(kind, rotary, torch.zeros(1, 2, self.head_dim), position_ids_1T):
+                if values_1TD.shape[-1] != self.head_dim:
+                    return f"they turn {values_1TD.shape[-1]} values of a head, which has {self.head_dim}"
+                if not bool(values_1TD.isfinite().all()):
+                    return "they are not finite"
+        is_wrong = any(bool((~buffer.isfinite() | (buffer < 0)).any()) for buffer in rotary.buffers())
+        return "their frequencies are no positive numbers" if is_wrong else ""
 
     def build_embeddings(self) -> dict[str, nn.Module]:
         """Tokens alone: positions are the layers' business."""

@@ -125,6 +125,8 @@ class SliceReader:
     def no_text(self) -> UserError:
         """The error to raise if all slices of a pass are empty."""
         data = self._manifest.data
+        if self._tokenizer.num_dropped:
+            return _unknown_tokens(data, self._tokenizer)
         return UserError(
             f"data.dataset={data.dataset!r} has no text besides the documents held out for validation, or its slices "
             f"are too short for one sample of data.sequence_length={data.sequence_length}: add text, or shorten the "
@@ -280,16 +282,26 @@ def samples_of(
         the samples; None if the documents are too short for one
 
     Raises:
-        UserError: the tokenizer cannot be loaded
+        UserError: the tokenizer cannot be loaded, or they are too short but for those that have been dropped
     """
     length = manifest.data.sequence_length
-    tokens = np.fromiter(_tokens(documents, _tokenizer_of(manifest, cache_dir)), np.int32)
+    tokenizer = _tokenizer_of(manifest, cache_dir)
+    tokens = np.fromiter(_tokens(documents, tokenizer), np.int32)
     windows = max(len(tokens) - 1, 0) // length
+    if not windows and tokenizer.num_dropped:
+        raise _unknown_tokens(manifest.data, tokenizer)
     if not windows:
         return None
     count = min(num_samples, windows)
     starts = [i * windows // count * length for i in range(count)]
     return np.stack([tokens[start : start + length + 1] for start in starts])
+
+
+def _unknown_tokens(data: DataSection, tokenizer: Tokenizer) -> UserError:
+    return UserError(
+        f"data.tokenizer={data.tokenizer!r} has given {tokenizer.num_dropped} documents tokens that the model does not "
+        f"know, and without these the text is too short: take the model's own tokenizer, or other text"
+    )
 
 
 def _tokenizer_of(manifest: RunManifest, cache_dir: Path | None) -> Tokenizer:
@@ -310,15 +322,13 @@ def _vocab_size(manifest: RunManifest) -> int:
 
 def _tokens(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
     for text in documents:
-        yield from tokenizer.encode(text)
-        yield tokenizer.separator_id
+        yield from tokenizer.encode_document(text)
 
 
 def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[npt.NDArray[np.int32]]:
     tokens: list[int] = []
     for text in documents:
-        tokens += tokenizer.encode(text)
-        tokens.append(tokenizer.separator_id)
+        tokens += tokenizer.encode_document(text)
         start = 0
         while len(tokens) - start > length:
             yield np.array(tokens[start : start + length + 1], dtype=np.int32)

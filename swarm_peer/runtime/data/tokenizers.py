@@ -2,38 +2,86 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swarm_peer.config import DataSection, looks_like_a_path
-from swarm_peer.errors import HubFailed, UserError, first_line
+from swarm_peer.errors import HubFailed, UserError, first_line, machine_fault
+
+log = logging.getLogger(__name__)
 
 # A tokenizer that works turns this into several tokens; one without a vocabulary turns it into none.
 _PROBE = "A stage is served by several peers."
+# Some models have a few tokens more than their embedding has rows. Where more than this share of the tokens that text
+# is made of is beyond the embedding, the tokenizer belongs to another model.
+_MOST_OUTSIDE = 0.01
+# Any of these is the vocabulary of a tokenizer.
+VOCABULARY_FILES = (
+    *("tokenizer.json", "vocab.json", "encoder.json", "vocab.txt", "tekken.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+# GPT-2's files, by the names that transformers and OpenAI gave them, and the tokens that end a text there.
+_BYTE_LEVEL_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+_BYTE_LEVEL_ENDS = ("<|endoftext|>", "</s>")
+# Packages that transformers needs to read some of them, where there is no tokenizer.json: the names of its modules.
+_READERS = {
+    "tokenizer.model": "sentencepiece",
+    "spiece.model": "sentencepiece",
+    "sentencepiece.bpe.model": "sentencepiece",
+    "tekken.json": "mistral_common",
+}
 
 
-class Tokenizer(Protocol):
+class UnknownToken(UserError):
+    """A text has a token that the model does not know."""
+
+
+class Tokenizer(ABC):
     """A tokenizer, as the readers of a corpus need it.
 
     Attributes:
-        vocab_size: all token ids are below this number
+        vocab_size: all token ids that a text can have are below this number
         separator_id: the token that is put after each document
+        num_dropped: documents that encode_document() has given no tokens for
     """
 
     vocab_size: int
     separator_id: int
+    num_dropped: int = 0
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special tokens."""
-        ...
+        """The tokens of a text, without special tokens.
 
+        Raises:
+            UnknownToken: the model does not know one of them
+        """
+
+    @abstractmethod
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens."""
-        ...
+
+    def encode_document(self, text: str) -> list[int]:
+        """The tokens of a document, and the separator; none at all if the model does not know one of them.
+
+        Such documents are counted. The log tells of the first, the tenth, the hundredth and so on.
+        """
+        try:
+            return [*self.encode(text), self.separator_id]
+        except UnknownToken as error:
+            self.num_dropped += 1
+            if str(self.num_dropped).strip("0") == "1":
+                log.warning("documents_dropped documents=%d reason=%s", self.num_dropped, error)
+            return []
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255; byte 0, which text does not use, separates documents."""
 
     vocab_size = 256
@@ -48,24 +96,62 @@ class BytesTokenizer:
         return bytes(id_ for id_ in ids if id_ < self.vocab_size).decode(errors="replace")
 
 
-class PretrainedTokenizer:
-    """A tokenizer of transformers."""
+class PretrainedTokenizer(Tokenizer):
+    """A tokenizer of transformers.
 
-    def __init__(self, tokenizer: Any, separator_id: int):
-        self.vocab_size = len(tokenizer)
+    Args:
+        known_ids: how many ids the model knows; encode() checks them if the tokenizer has more
+    """
+
+    def __init__(self, tokenizer: Any, separator_id: int, known_ids: int | None = None):
+        # A pruned vocabulary has holes: its ids go further than its length.
+        self.vocab_size = max(separator_id, *tokenizer.get_vocab().values()) + 1
         self.separator_id = separator_id
         self._tokenizer = tokenizer
+        self._known_ids = known_ids if known_ids is not None and known_ids < self.vocab_size else None
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special tokens."""
-        # verbose=False: no warning about texts beyond the tokenizer's own length limit; they are cut later.
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        """The tokens of a text, without special tokens.
+
+        Raises:
+            UnknownToken: the model does not know one of them
+        """
+        try:
+            # verbose=False: no warning about texts beyond the tokenizer's own length limit; they are cut later.
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        except (UnicodeError, TypeError):  # lone surrogates of scraped text, for which there are several classes
+            text = text.encode(errors="replace").decode()
+            ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        if self._known_ids is not None and ids and (highest := max(ids)) >= self._known_ids:
+            token = self._tokenizer.convert_ids_to_tokens(highest)
+            raise UnknownToken(
+                f"a text has the token {token!r}, whose id is {highest}, and the model's vocab_size is "
+                f"{self._known_ids}: leave it out"
+            )
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some tokens, with its spaces as they were."""
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        """The text of some tokens, with its spaces as they were. A model may have other ids: those are left out."""
+        known = [id_ for id_ in ids if id_ < self.vocab_size]
+        text: str = self._tokenizer.decode(known, clean_up_tokenization_spaces=False)
         return text
+
+    def save(self, folder: Path) -> None:
+        """Write it, for AutoTokenizer. Raises OSError."""
+        self._tokenizer.save_pretrained(folder)
+
+    def ordinary_ids(self) -> set[int]:
+        """The ids that text is made of. Added tokens are in a text only where it has their very names."""
+        added = self._tokenizer.added_tokens_decoder
+        # The class that mistral-common brings has a method there that raises, and knows its special tokens.
+        added_ids = added if isinstance(added, Mapping) else self._tokenizer.all_special_ids
+        return set(self._tokenizer.get_vocab().values()) - set(added_ids)
+
+    def means_the_same(self, other: PretrainedTokenizer) -> bool:
+        """Whether an id stands for the same token in both. Tokens that only one of them has added do not matter."""
+        ours, theirs = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        is_equal = all(ours[token] == theirs[token] for token in ours.keys() & theirs.keys())
+        return is_equal and self.ordinary_ids() == other.ordinary_ids()
 
 
 def local_tokenizer(section: DataSection) -> Path | None:
@@ -73,61 +159,191 @@ def local_tokenizer(section: DataSection) -> Path | None:
 
     transformers prefers a folder to a repository of the same name.
     """
-    source = os.path.expanduser(section.tokenizer)
-    is_local = section.tokenizer != "bytes" and (looks_like_a_path(section.tokenizer) or os.path.exists(source))
-    return Path(source) if is_local else None
+    if section.tokenizer == "bytes":
+        return None
+    source, _ = _source(section.tokenizer)
+    return Path(source) if looks_like_a_path(section.tokenizer) or os.path.exists(source) else None
+
+
+def _source(name: str) -> tuple[str, str | None]:
+    """A tokenizer's folder or repository, and the latter's revision, if the name has one."""
+    if looks_like_a_path(name.partition("@")[0]):
+        return os.path.expanduser(name), None
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
 
 
 def load_tokenizer(section: DataSection, vocab_size: int, cache_dir: Path | None = None) -> Tokenizer:
     """Load the run's tokenizer, and check that it works and fits the model. No code comes with it.
 
+    It may have a few tokens that the model does not know, as long as no text has them.
     Whether it may be read here is another question (allowed_files.py).
 
     Args:
-        section: its `tokenizer` is `bytes`, a local folder or a name on the hub
+        section: its `tokenizer` is `bytes`, a local folder or a name on the hub, perhaps with @REVISION
         vocab_size: number of tokens that the model knows
         cache_dir: folder for files from the hub
 
     Raises:
-        UserError: the tokenizer cannot be loaded, is empty, has no separator, or has more tokens than the model
+        UserError: the tokenizer cannot be loaded, is empty, has no separator that the model knows, or is for a model
+            with more tokens
     """
     name = section.tokenizer
-    tokenizer: Tokenizer = BytesTokenizer() if name == "bytes" else _load_pretrained(name, cache_dir)
-    if tokenizer.vocab_size > vocab_size:
+    tokenizer = BytesTokenizer() if name == "bytes" else read_tokenizer(name, cache_dir, vocab_size)
+    ordinary_ids = tokenizer.ordinary_ids() if isinstance(tokenizer, PretrainedTokenizer) else set(range(256))
+    outside = sum(id_ >= vocab_size for id_ in ordinary_ids)
+    if outside > _MOST_OUTSIDE * len(ordinary_ids):
+        needed = max(tokenizer.separator_id, *ordinary_ids) + 1
         raise UserError(
-            f"data.tokenizer={name!r} has {tokenizer.vocab_size} tokens, the model's vocab_size is {vocab_size}: "
-            f"set vocab_size in model.config to {tokenizer.vocab_size} or more, or choose a smaller tokenizer"
+            f"data.tokenizer={name!r} has {needed} tokens, the model's vocab_size is {vocab_size}: take the model's "
+            f"own tokenizer, or, for random weights, set vocab_size in model.config to {needed} or more"
+        )
+    if tokenizer.separator_id >= vocab_size:
+        needed = tokenizer.separator_id + 1
+        raise UserError(
+            f"data.tokenizer={name!r} ends a text with token {tokenizer.separator_id}, the model's vocab_size is "
+            f"{vocab_size}: name another eos_token in its tokenizer_config.json, or, for random weights, set "
+            f"vocab_size in model.config to {needed} or more"
         )
     return tokenizer
 
 
-def _load_pretrained(name: str, cache_dir: Path | None) -> PretrainedTokenizer:
+def read_tokenizer(name: str, cache_dir: Path | None, known_ids: int | None = None) -> PretrainedTokenizer:
+    """Load a tokenizer of transformers, and check that it works.
+
+    Args:
+        name: a local folder, or a name on the hub, perhaps with @REVISION
+        known_ids: see PretrainedTokenizer
+
+    Raises:
+        UserError: it cannot be loaded, is empty or has no separator
+    """
+    source, revision = _source(name)
+    if looks_like_a_path(name) and not os.path.isdir(source):
+        there = f"name the folder that this file is in, {os.path.dirname(source)}"
+        advice = there if os.path.isfile(source) else "correct the path, or give a hub name"
+        raise UserError(f"data.tokenizer={name!r}: there is no such folder; {advice}")
+    if revision is not None and os.path.isdir(source):  # which transformers would prefer
+        raise UserError(
+            f"data.tokenizer={name!r} is on the hub, and there is a folder {source!r} here: start from another folder"
+        )
+    tokenizer = _load(name, source, revision, cache_dir)
+    for token in ("eos_token_id", "sep_token_id", "bos_token_id"):
+        if (separator_id := getattr(tokenizer, token, None)) is not None:
+            return PretrainedTokenizer(tokenizer, separator_id, known_ids)
+    raise UserError(
+        f"data.tokenizer={name!r} has no end-of-text token to separate documents: name it as eos_token in a "
+        f"tokenizer_config.json beside it"
+    )
+
+
+def _load(name: str, source: str, revision: str | None, cache_dir: Path | None) -> Any:
     from transformers import AutoTokenizer
 
-    source = os.path.expanduser(name)
-    if looks_like_a_path(name) and not os.path.isdir(source):
-        raise UserError(f"data.tokenizer={name!r}: there is no such folder; correct the path, or give a hub name")
     # Broken files make transformers raise nearly anything: OSError, ValueError, KeyError, TypeError, even Exception.
     try:
         # Without the last argument, transformers asks on the terminal whether to run a repository's code.
-        tokenizer = AutoTokenizer.from_pretrained(source, cache_dir=cache_dir, trust_remote_code=False)
-        is_empty = not tokenizer.encode(_PROBE, add_special_tokens=False)
-    except Exception as error:
-        # transformers prefers a folder to a repository of the same name.
-        kind = UserError if os.path.isdir(source) else HubFailed
-        raise kind(
-            f"cannot load data.tokenizer={name!r}: {first_line(error)}; give bytes, a folder with tokenizer.json (or "
-            f"vocab.json and merges.txt), or the name of a hub repository that this machine can reach"
-        ) from error
-    # If a folder has no vocabulary files, transformers 5 makes an empty tokenizer and raises nothing.
-    if is_empty:
-        raise UserError(
-            f"data.tokenizer={name!r} gives no tokens for {_PROBE!r}: its vocabulary is missing; "
-            f"put tokenizer.json, or vocab.json and merges.txt, into that folder"
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", cache_dir=cache_dir, trust_remote_code=False
         )
-    for separator_id in (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id):
-        if separator_id is not None:
-            return PretrainedTokenizer(tokenizer, separator_id)
-    raise UserError(
-        f"data.tokenizer={name!r} has no end-of-text token to separate documents: add eos_token to its configuration"
-    )
+        # If a folder has no vocabulary files, transformers 5 makes an empty tokenizer and raises nothing.
+        if tokenizer.encode(_PROBE, add_special_tokens=False):
+            return tokenizer
+        failure: Exception | None = None
+    except Exception as error:
+        if (fault := machine_fault(error)) is not None:
+            raise UserError(f"cannot load data.tokenizer={name!r}: {fault}") from error
+        failure = error
+    folder = _folder_of(source, revision, cache_dir)
+    if folder is not None:
+        if (found := _read_byte_level(folder)) is not None:
+            return found
+        if not any((folder / file).is_file() for file in VOCABULARY_FILES):
+            raise UserError(
+                f"cannot load data.tokenizer={name!r}: its vocabulary is missing; {_files_in(folder)}"
+            ) from failure
+    if failure is None:
+        raise UserError(
+            f"data.tokenizer={name!r} gives no tokens for {_PROBE!r}: its vocabulary is missing or empty; put "
+            f"tokenizer.json, or vocab.json and merges.txt, into that folder"
+        )
+    if folder is not None and (package := _missing_package(folder)) is not None:
+        raise UserError(
+            f"data.tokenizer={name!r} needs the package {package}: pip install {package}, on each machine that reads it"
+        ) from failure
+    # transformers prefers a folder to a repository of the same name.
+    if os.path.isdir(source):
+        raise UserError(
+            f"cannot load data.tokenizer={name!r}: {first_line(failure)}; mend its files, or add a "
+            f"tokenizer_config.json that names their tokenizer_class"
+        ) from failure
+    raise HubFailed(
+        f"cannot load data.tokenizer={name!r}: {first_line(failure)}; give bytes, a folder with tokenizer.json (or "
+        f"vocab.json and merges.txt), or the name of a hub repository that this machine can reach"
+    ) from failure
+
+
+def _folder_of(source: str, revision: str | None, cache_dir: Path | None) -> Path | None:
+    """The folder with a tokenizer's files, be it in the cache; None if nothing has been downloaded."""
+    if os.path.isdir(source):
+        return Path(source)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = (try_to_load_from_cache(source, file, cache_dir, revision) for file in VOCABULARY_FILES)
+        return next((Path(path).parent for path in found if isinstance(path, str)), None)
+    except HFValidationError:  # no name that a repository can have
+        return None
+
+
+def _files_in(folder: Path) -> str:
+    files = sorted(os.listdir(folder))
+    there = f"it holds {', '.join(files[:6])}{' and more' if len(files) > 6 else ''}" if files else "it is empty"
+    return f"{there}; put tokenizer.json, tokenizer.model, or vocab.json and merges.txt, into that folder"
+
+
+def _missing_package(folder: Path) -> str | None:
+    """The package that transformers needs to read these files and does not find. Its errors name others, too."""
+    file = next((name for name in _READERS if (folder / name).is_file()), None)
+    if file is None or (folder / "tokenizer.json").is_file():
+        return None
+    module = _READERS[file]
+    if file == "tokenizer.model":  # sentencepiece's, which begins with a line feed, or a list of words for tiktoken
+        with (folder / file).open("rb") as content:
+            module = module if content.read(1) == b"\n" else "tiktoken"
+    return None if importlib.util.find_spec(module) is not None else module.replace("_", "-")
+
+
+def _read_byte_level(folder: Path) -> Any:
+    """The tokenizer of GPT-2's two files, where nothing says what they are; None if they are something else.
+
+    They are GPT-2's if there is a token for each byte, by the characters that stand for bytes there, and GPT-2's end of
+    text or that of its relatives.
+    """
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    for names in _BYTE_LEVEL_FILES:
+        vocabulary, merges = (folder / name for name in names)
+        if not (vocabulary.is_file() and merges.is_file()):
+            continue
+        try:
+            tokens = json.loads(vocabulary.read_text(encoding="utf-8"))
+            end = next((token for token in _BYTE_LEVEL_ENDS if token in tokens), None)
+            if end is None or not set(pre_tokenizers.ByteLevel.alphabet()) <= set(tokens):
+                continue
+            core = Core(models.BPE.from_file(str(vocabulary), str(merges)))
+        except Exception as error:  # the tokenizers' own class of all errors is Exception
+            log.debug("no_byte_level_files folder=%s reason=%s", folder, error)
+            continue
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        log.warning(
+            "tokenizer_assumed folder=%s reason=taken for GPT-2's, since %s are alone there",
+            folder,
+            " and ".join(names),
+        )
+        return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=end, eos_token=end, unk_token=end)
+    return None

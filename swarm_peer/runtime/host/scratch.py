@@ -67,6 +67,11 @@ def temporary_folder() -> Path:
     return ON_DISK if os.access(ON_DISK, os.W_OK | os.X_OK) and not is_in_memory(ON_DISK) else usual
 
 
+def is_usable(folder: str) -> bool:
+    """Whether this user may make files in a folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
 def is_in_memory(folder: Path) -> bool:
     """Whether files in a folder take memory instead of a disk; False where the system does not tell."""
     number = folder.stat().st_dev

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -24,6 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.pacing import pace_connections
 from swarm_peer.runtime.host.processes import in_own_session
+from swarm_peer.runtime.host.scratch import is_usable
 from swarm_peer.runtime.network.addresses import is_dialable, resolved
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.pass_checker import PassChecker
@@ -76,7 +76,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         Raises:
             UserError: the daemon's sockets have no place
         """
-        if not os.access(SOCKETS, os.W_OK | os.X_OK):
+        if not is_usable(SOCKETS):
             raise UserError(
                 f"{SOCKETS} cannot be written to, and libp2p's daemon keeps its sockets there: allow it (in a "
                 f"read-only container, mount a tmpfs there)"
