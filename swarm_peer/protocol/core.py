@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.epochs import Certified, Epoch
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Log
 from swarm_peer.protocol.member import Member
@@ -117,8 +117,16 @@ class Core:
         self._spoken: dict[int, object] = {}
         self._prepared: dict[int, tuple[Log, str]] = {}
 
-    def prepare(self, stage: int, log: Log, state: str) -> None:
-        """Note that the state of a stage that this peer wants to serve has been taken over, and its log."""
+    def prepare(self, stage: int, log: Log, state: str, epochs: Iterable[Certified]) -> None:
+        """Note that the state of a stage that this peer wants to serve has been taken over, and its log.
+
+        Args:
+            epochs: that the log's entries were agreed in, from one that the run key has signed
+        """
+        self.membership.learn(epochs)
+        self._follow_epoch()
+        if log.restart != self.epoch.restart:
+            return
         self._prepared[stage] = log, state
         self.membership.prepared |= {stage}
 
@@ -187,7 +195,7 @@ class Core:
     def _handle(self, now_s: float, sender: Seat, body: Rounds) -> Iterable[Body]:
         """Act on a message about rounds; anything else than what stands here has no effect."""
         unknown = [past for past in epochs_in(body) if self.membership.epoch_of(past) is None]
-        if unknown:
+        if unknown and not isinstance(body, Status):
             return [Recall(max(unknown))]
         if isinstance(body, Close):
             return self._handle_close(sender, body)

@@ -129,6 +129,11 @@ class Membership:
         return next(followed, self._past.get(epoch_id))
 
     @property
+    def chain(self) -> tuple[Certified, ...]:
+        """The epochs that this seat has followed last, in their order."""
+        return tuple(self._chain)
+
+    @property
     def stages(self) -> frozenset[int]:
         """The stages in which this seat has a place."""
         return frozenset(place.stage for place in self.epoch.places if place.seat == self.me)
@@ -149,7 +154,7 @@ class Membership:
         self._now_s = now_s
         sender, body = message.sender, message.body
         if isinstance(body, News):
-            self._take(body.epochs)
+            self.learn(body.epochs)
         elif isinstance(body, Recall):
             self._tell_past(sender.peer, body.past)
         elif message.epoch < self.epoch.id or isinstance(body, Fetch):
@@ -254,6 +259,8 @@ class Membership:
             if signed is None or signed.body != wish:
                 signed = self._wishes[_subject(wish)] = self._sign(wish)
             self._send_all(epoch.voters, Wanted(signed))
+        if self._sign_as_key is not None and not self._hears_quorum(self._now_s - self.timing.silent_s):
+            self._send_all(epoch.seats, Probe())  # before the key decides, everybody is asked
         if is_voter:
             for seat in self._probed_s:
                 self._send(seat.peer, Probe())
@@ -357,7 +364,7 @@ class Membership:
 
         One that hears nobody, where somebody has a seat, is cut off itself, or nobody is there to go on.
         """
-        if self._sign_as_key is None:
+        if self._sign_as_key is None or not self.desired:
             return
         silent_s = self._now_s - self.timing.silent_s
         others = {seat for seat in self.epoch.seats if seat != self.me}
@@ -381,12 +388,12 @@ class Membership:
     def _announce(self, certified: Certified) -> None:
         """Follow an epoch that was chosen just now, and tell everybody in it or in the one before."""
         before = self.epoch
-        self._take([certified])
+        self.learn([certified])
         for seat in dict.fromkeys((*before.seats, *self.epoch.seats)):
             if seat != self.me:
                 self._tell_news(seat.peer, before.id)
 
-    def _take(self, epochs: Iterable[Certified]) -> None:
+    def learn(self, epochs: Iterable[Certified]) -> None:
         """Follow each of these epochs that is certified and newer; remember those that are older."""
         before: Epoch | None = None
         for certified in epochs:

@@ -26,7 +26,7 @@ class Checks:
         self.world = world
         self._longest: dict[tuple[int, Restart, EpochId], list[str]] = {}
         self._seen: dict[int, str] = {}
-        self._at_calm: dict[int, int] = {}
+        self._at_calm: set[str] = set()
 
     def look(self, process: Process) -> None:
         """Look at what has changed in a process."""
@@ -66,8 +66,8 @@ class Checks:
     def calm(self) -> None:
         """Faults have ceased."""
         for process in self.world.processes.values():
-            for stage, member in (process.core.members if process.core is not None else {}).items():
-                self._at_calm[stage] = max(self._at_calm.get(stage, 0), member.log.next_round)
+            for member in (process.core.members if process.core is not None else {}).values():
+                self._at_calm |= set(member.log.heads())
 
     def _newest_logs(self, epoch: Epoch) -> dict[int, Member]:
         newest = dict[int, Member]()
@@ -83,7 +83,7 @@ class Checks:
         """Rounds have been committed since faults ceased, and all members follow."""
         newest = self._newest_logs(epoch)
         for stage, member in newest.items():
-            made = member.log.next_round - max(self._at_calm.get(stage, 0), member.log.restart.first_round)
+            made = len(set(member.log.heads()) - self._at_calm)
             if made < ROUNDS_TO_COME:
                 raise Violation(f"{made} rounds of stage {stage} since faults ceased, in {epoch.id}")
             self.world.counts["rounds"] = self.world.counts.get("rounds", 0) + len(member.log.committed)

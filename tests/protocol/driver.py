@@ -75,10 +75,12 @@ class Driver:
         core = process.core
         assert core is not None
         for stage in core.membership.desired - core.membership.stages - {COORDINATORS}:
-            for _, mate in self._others(process, stage):
+            for other, mate in self._others(process, stage):
+                assert other.core is not None
                 is_current = mate.log.restart == core.epoch.restart and mate.reign is not None
                 if is_current and mate.state == mate.log.head and self.random.random() < 0.5:
-                    core.prepare(stage, Log(stage, mate.log.restart, mate.log.committed), mate.state)
+                    log = Log(stage, mate.log.restart, mate.log.committed)
+                    core.prepare(stage, log, mate.state, other.core.membership.chain)
 
     def step_of(self, member: Member) -> int:
         """Optimizer steps of a member's log."""
