@@ -232,10 +232,8 @@ class Core:
         for stage, leader in self._leaders.items():
             if stage != head.stage and (evidence := leader.take_head(sender, head)) is not None:
                 yield Evidence(evidence)
-        closes = [close for member in self.members.values() if (close := member.newest_close()) is not None]
-        newest = max(closes, key=lambda close: close.round, default=None)
-        if newest is not None and newest.round >= head.round:
-            yield newest
+        closes = (member.close_of(head.round) for member in self.members.values())
+        yield from [close for close in closes if close is not None][:1]
 
     def _handle_as_member(self, sender: Seat, stage: int, body: Cutting | Commit | Entries) -> Iterable[Body]:
         member = self.members.get(stage)

@@ -189,11 +189,12 @@ class Member:
 
     # --- what it hears of its leader
 
-    def newest_close(self) -> Close | None:
-        """The close of the newest round that this seat knows to be over."""
-        if self.closes:
-            return self.closes[max(self.closes)]
-        return self.log.committed[-1].close if self.log.committed else None
+    def close_of(self, number: int) -> Close | None:
+        """The close of a round; None if this seat does not know it to be over."""
+        index = number - self.log.restart.first_round
+        if 0 <= index < len(self.log.committed):
+            return self.log.committed[index].close
+        return self.closes.get(number)
 
     def take_close(self, close: Close) -> bool:
         """Close a round, if these counts fill its batch. Returns whether it is closed."""

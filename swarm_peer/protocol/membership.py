@@ -93,7 +93,7 @@ class Membership:
         self._sign = sign
         self._sign_as_key = sign_as_key
         self._chain = [first]
-        self._past: dict[EpochId, Epoch] = {}
+        self._past: dict[EpochId, Certified] = {}
         self._now_s = 0.0
         self._out: list[Sent] = []
         self._heard_s: dict[Seat, float] = {}
@@ -125,7 +125,11 @@ class Membership:
 
     def epoch_of(self, epoch_id: EpochId) -> Epoch | None:
         """An epoch that this seat knows to have been chosen, and has not forgotten, by its id."""
-        followed = (each.epoch for each in reversed(self._chain) if each.epoch.id == epoch_id)
+        known = self._certified(epoch_id)
+        return known.epoch if known is not None else None
+
+    def _certified(self, epoch_id: EpochId) -> Certified | None:
+        followed = (each for each in reversed(self._chain) if each.epoch.id == epoch_id)
         return next(followed, self._past.get(epoch_id))
 
     @property
@@ -399,7 +403,7 @@ class Membership:
         for certified in epochs:
             epoch, own = certified.epoch, self.epoch
             if certified.is_of_key or (before is not None and certified.follows(before)):
-                self._past[epoch.id] = before = epoch
+                self._past[epoch.id], before = certified, epoch
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
                 self._chain = [*self._chain, self._anchored(certified)][-KEPT_EPOCHS:]
             # Two epochs of one id are a liar's work: all take the same one.
@@ -421,12 +425,12 @@ class Membership:
     def _tell_past(self, peer: str, epoch_id: EpochId) -> None:
         """Tell an epoch, and those before it down to one that the run key has signed."""
         told = list[Certified]()
-        for certified in reversed(self._chain):
-            if told or certified.epoch.id == epoch_id:
-                told.insert(0, certified)
-            if told and certified.is_of_key:
+        while (known := self._certified(epoch_id)) is not None:
+            told.insert(0, known)
+            if known.is_of_key:
                 self._send(peer, News(tuple(told)))
                 return
+            epoch_id = epoch_id._replace(number=epoch_id.number - 1)
 
     def _tell_news(self, peer: str, since: EpochId) -> None:
         newer = [certified for certified in self._chain if certified.epoch.id > since]

@@ -52,6 +52,9 @@ class Checks:
         names, samples = set[Name](), set[str]()
         for committed in member.log.committed:
             cut = committed.entry.cut
+            counted = sum(signed.body.samples for signed in committed.close.counts)
+            if counted < self.world.rounds.batch or committed.close.round != cut.round:
+                raise Violation(f"round {cut.round} was closed with {counted} samples")
             brought = [each for part in cut.parts for each in part.brings]
             if len(seats := [part.seat for part in cut.parts]) != len(set(seats)):
                 raise Violation(f"a member twice in {cut}")

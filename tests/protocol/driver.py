@@ -201,8 +201,9 @@ class Driver:
                             seat = contribution.name.seat
                             if (made := self.made.get((stage, seat, sample))) is not None:
                                 self.made[stage, mate.me, sample] = made
-        core.membership.desired = frozenset()
-        process.leaves = True
+        if self.random.random() < 0.6:
+            core.membership.desired = frozenset()
+            process.leaves = True
 
 
 __all__ = ["BEGINNING", "Driver"]

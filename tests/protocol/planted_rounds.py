@@ -7,26 +7,25 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from swarm_peer.protocol import leader, log, member
+from swarm_peer.protocol import leader, log
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Contribution, Entry, Log, Name, Part
+from swarm_peer.protocol.log import Log, Name, Part
 from swarm_peer.protocol.member import Member
 
 
 def cuts_take_names_twice(self: Leader, now_s: float, epoch: Any, seats: Any, attempt: int, blamed: Any = ()) -> None:
     """Two members bring the same guest."""
     present, head = self._round, self._member.log.head
-    parts = tuple(present.ready[seat] for seat in sorted(seats))
+    if (base := self._base(present.number, epoch)) is None:
+        return
+    parts = tuple(
+        Part(seat, tuple(each for each in present.ready[seat].brings if each.base in ((), base)))
+        for seat in sorted(seats)
+    )
     averages = self._averages(present.number)
-    present.cut = log.Cut(self._member.stage, present.number, epoch.id, attempt, head, averages, parts, blamed)
+    present.cut = log.Cut(self._member.stage, present.number, epoch.id, attempt, head, base, averages, parts, blamed)
     present.cut_s, present.said, present.blamed = now_s, {}, {}
-
-
-def guests_stay(self: Member, number: int) -> Part | None:
-    """A guest is brought to every round."""
-    part = _part_of(self, number)
-    return None if part is None else Part(part.seat, tuple(dict.fromkeys((*part.brings, *self.guests.values()))))
 
 
 _part_of = Member.part_of
@@ -42,10 +41,27 @@ def computes_from_any_base(self: Member, number: int, samples: Any, base: Any) -
     return True
 
 
-def brings_what_has_another_base(self: Member, number: int) -> Part | None:
-    """What was computed from another base than the round's is brought all the same."""
-    with patch.object(member, "base_of", lambda close: self.open[number].base):
-        return _part_of(self, number)
+def other_bases_count(self: Leader, now_s: float, epoch: Any, seats: Any, attempt: int, blamed: Any = ()) -> None:
+    """What was computed from another base than the round's is in its cut all the same."""
+    present, head = self._round, self._member.log.head
+    if (base := self._base(present.number, epoch)) is None:
+        return
+    parts, taken = [], set[Name]()
+    for seat in sorted(seats):
+        brings = [each for each in present.ready[seat].brings if each.name not in taken]
+        taken |= {each.name for each in brings}
+        parts.append(Part(seat, tuple(brings)))
+    averages = self._averages(present.number)
+    present.cut = log.Cut(
+        self._member.stage, present.number, epoch.id, attempt, head, base, averages, tuple(parts), blamed
+    )
+    present.cut_s, present.said, present.blamed = now_s, {}, {}
+
+
+def statements_of_any_cut_count(self: Leader, sender: Any, statement: Any) -> Any:
+    """A result of an earlier attempt counts for a later one."""
+    if self.is_synced and self._round.cut is not None:
+        self._round.said[sender] = statement
 
 
 def leaders_do_not_ask(self: Leader, now_s: float, epoch: Any) -> None:
@@ -67,9 +83,9 @@ def stays_after_a_restart(self: Member, restart: Any) -> None:
     self.closes = {}
 
 
-def nothing_is_lost(self: Member) -> None:
+def nothing_is_lost(self: Member, evidence: Any) -> bool:
     """A leader never finds that entries are gone."""
-    return
+    return False
 
 
 def closes_at_any_count(self: RoundRules, close: Any, epoch_of: Any) -> bool:
@@ -77,34 +93,26 @@ def closes_at_any_count(self: RoundRules, close: Any, epoch_of: Any) -> bool:
     return bool(close.counts)
 
 
-def agrees_without_results(self: Entry, agreement: Any, epoch: Any) -> bool:
-    """An entry is committed whose result nobody has."""
-    return True
-
-
 def names_lack_their_round(self: Member, number: int) -> Part | None:
     """A contribution is named by its seat alone."""
     part = _part_of(self, number)
     if part is None:
         return None
-    return Part(
-        part.seat, tuple(Contribution(Name(each.name.seat, 0), each.weight, each.samples) for each in part.brings)
-    )
+    return Part(part.seat, tuple(each._replace(name=Name(each.name.seat, 0)) for each in part.brings))
 
 
 MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {
     each.__name__: (owner, method, each)
     for owner, method, each in (
         (Leader, "_cut", cuts_take_names_twice),
-        (Member, "part_of", guests_stay),
         (Member, "computed", computes_from_any_base),
-        (Member, "part_of", brings_what_has_another_base),
+        (Leader, "_cut", other_bases_count),
+        (Leader, "take_said", statements_of_any_cut_count),
         (Leader, "_sync", leaders_do_not_ask),
         (Member, "take_entries", members_take_any_log),
         (Member, "begin_anew", stays_after_a_restart),
-        (Member, "newest_close", nothing_is_lost),
+        (Member, "look_whether_lost", nothing_is_lost),
         (RoundRules, "fills", closes_at_any_count),
-        (Entry, "is_agreed", agrees_without_results),
         (Member, "part_of", names_lack_their_round),
     )
 }

@@ -45,6 +45,8 @@ class Process:
     stalled_until_s: float = 0.0
     waiting: list[Message] = field(default_factory=list)
     leaves: bool = False
+    # It crashes once it has sent so many more messages; None if it does not.
+    messages_left: int | None = None
 
     def clock(self, now_s: float) -> float:
         """What its own clock shows."""
@@ -125,7 +127,7 @@ class World:
         self.first: Certified | None = None
         for number in range(self.random.choice((1, 1, 2))):
             self._add(f"c{number}", "operator", frozenset({COORDINATORS}), has_key=True)
-        per_stage = self.random.choice((1, 2, 2, 3))
+        per_stage = self.random.choice((1, 2, 3, 4) if self.rules.num_stages == 1 else (1, 2, 2, 3))
         for stage in range(self.rules.num_stages):
             for number in range(per_stage):
                 name = f"p{stage}{number}"
@@ -183,6 +185,7 @@ class World:
         membership.acquaintances = tuple(sorted(self.processes))
         process.core = self.make_core(membership, sign)
         process.waiting, process.leaves, process.stateless_since_s = [], False, {}
+        process.messages_left = None
 
     def make_core(self, membership: Membership, sign: Sign) -> Core:
         """The core of a process; planted mistakes make another one."""
@@ -217,13 +220,23 @@ class World:
             return
         waiting, process.waiting = process.waiting, []
         for message in waiting:
-            self._receive(process, message)
+            if process.core is not None:
+                self._receive(process, message)
+        if process.core is None:
+            return
         self.driver.go_on(process)
         self._send(process, process.core.tick(process.clock(self.now_s)))
-        self._check(process)
+        if process.core is not None:
+            self._check(process)
 
     def _send(self, process: Process, sent: list[Sent]) -> None:
         for target, message in sent:
+            if process.messages_left is not None:
+                process.messages_left -= 1
+                if process.messages_left < 0:
+                    process.core, process.messages_left = None, None
+                    self.count("crashed among its messages")
+                    return
             if target not in self.processes:
                 continue
             for delay_s in self.network.deliveries(process.peer, target):
@@ -242,20 +255,25 @@ class World:
         assert process.core is not None
         self.count(type(message.body).__name__)
         self._send(process, process.core.receive(process.clock(self.now_s), message))
-        self._check(process)
+        if process.core is not None:
+            self._check(process)
 
     # --- faults
 
     def _strike(self) -> None:
         kind = self.random.choice(
-            ("crash", "crash", "restart", "halves", "one link", "one way", "heal", "stall", "leave")
+            ("crash", "midway", "midway", "restart", "halves", "one link", "one way", "heal", "stall", "leave", "leave")
         )
         process = self.processes[self.random.choice(sorted(self.processes))]
+        if kind == "midway" and self.random.random() < 0.7:
+            process = self._leading() or process
         self.count(kind)
         peers = sorted(self.processes)
         match kind:
             case "crash":
                 process.core = None
+            case "midway":
+                process.messages_left = self.random.randrange(30)
             case "restart":
                 self.start(process)
             case "halves":
@@ -273,12 +291,23 @@ class World:
             case "leave" if process.core is not None:
                 self.driver.leave(process)
 
+    def _leading(self) -> Process | None:
+        """A process that leads a stage."""
+        stages = range(self.rules.num_stages)
+        leading = [
+            process
+            for _, process in sorted(self.processes.items())
+            if process.core is not None
+            and any(process.core.epoch.leader(s) == process.core.membership.me for s in stages)
+        ]
+        return self.random.choice(leading) if leading else None
+
     def _calm(self) -> None:
         """From now on there are no faults, and crashed processes are started again."""
         self.network.cut, self.network.is_calm = set(), True
         self.checks.calm()
         for process in self.processes.values():
-            process.stalled_until_s = 0.0
+            process.stalled_until_s, process.messages_left = 0.0, None
             if process.core is None:
                 self.start(process)
 
