@@ -24,6 +24,8 @@ from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Sign, Signed
 
 TICK_S = 0.5
+# Kinds of messages before which processes crash; the entry that few have heard of is the most dangerous one.
+TRAPS = ("Commit", "Commit", "Commit", "Cutting", "Close", "Ready", "Said", "Entries", "Accept", "News")
 # Faults come before, and then none; what has to come true then has this long.
 CALM_AT_S = 60.0
 END_S = 220.0
@@ -45,8 +47,8 @@ class Process:
     stalled_until_s: float = 0.0
     waiting: list[Message] = field(default_factory=list)
     leaves: bool = False
-    # It crashes once it has sent so many more messages; None if it does not.
-    messages_left: int | None = None
+    # It crashes instead of sending the n-th message of this kind from now on; None if it does not.
+    trap: tuple[str, int] | None = None
 
     def clock(self, now_s: float) -> float:
         """What its own clock shows."""
@@ -185,7 +187,7 @@ class World:
         membership.acquaintances = tuple(sorted(self.processes))
         process.core = self.make_core(membership, sign)
         process.waiting, process.leaves, process.stateless_since_s = [], False, {}
-        process.messages_left = None
+        process.trap = None
 
     def make_core(self, membership: Membership, sign: Sign) -> Core:
         """The core of a process; planted mistakes make another one."""
@@ -231,11 +233,12 @@ class World:
 
     def _send(self, process: Process, sent: list[Sent]) -> None:
         for target, message in sent:
-            if process.messages_left is not None:
-                process.messages_left -= 1
-                if process.messages_left < 0:
-                    process.core, process.messages_left = None, None
-                    self.count("crashed among its messages")
+            if process.trap is not None and type(message.body).__name__ == process.trap[0]:
+                kind, left = process.trap
+                process.trap = kind, left - 1
+                if left == 1:
+                    process.core, process.trap = None, None
+                    self.count(f"crashed before a {kind}")
                     return
             if target not in self.processes:
                 continue
@@ -273,7 +276,7 @@ class World:
             case "crash":
                 process.core = None
             case "midway":
-                process.messages_left = self.random.randrange(30)
+                process.trap = self.random.choice(TRAPS), self.random.choice((1, 2, 2, 3))
             case "restart":
                 self.start(process)
             case "halves":
@@ -307,7 +310,7 @@ class World:
         self.network.cut, self.network.is_calm = set(), True
         self.checks.calm()
         for process in self.processes.values():
-            process.stalled_until_s, process.messages_left = 0.0, None
+            process.stalled_until_s, process.trap = 0.0, None
             if process.core is None:
                 self.start(process)
 
