@@ -91,7 +91,8 @@ async def _run(
             LiveView(manifest.training.steps) as live,
         ):
             write_run_file(output, dht.identity.peer_id, manifest)
-            service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
+            events = RunEvents(on_update=live.update, on_line=on_line, on_event=live.tell)
+            service = RunService(resolved, dht, options, events=events)
             peers = LocalPeers(dht.addresses, peers_by_stage, output, devices=devices, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
                 for line in notes_at_start(manifest, options.plan, devices, torch.cuda.device_count()):

@@ -129,7 +129,7 @@ async def _serve_on(
             # This machine may have moved to another network, or heard how others see it; and peers come and go.
             way_in.tell(service.lasting_peers.addresses)
 
-        events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line)
+        events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line, on_event=live.tell)
         write_run_file(options.output, run_key.peer_id, manifest)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
         if node.metrics_port is not None:

@@ -119,7 +119,7 @@ class RunService:
         self.resolved = resolved
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
-        self.journal = Journal(options.output, dht.passes.is_revoked)
+        self.journal = Journal(options.output, dht.passes.is_revoked, events.on_event)
         self.contributions = Contributions(options.output)
         self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
         self.ended: str | None = None

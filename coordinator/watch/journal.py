@@ -70,14 +70,21 @@ class Journal:
     Args:
         folder: of the run; None to keep them in memory alone
         is_revoked: see Happenings
+        on_event: called with each event that is new
 
     Attributes:
         newest: the last events, the oldest of them first
         num_events: how many have been told or read so far
     """
 
-    def __init__(self, folder: Path | None = None, is_revoked: Callable[[str], bool] = lambda _: False):
+    def __init__(
+        self,
+        folder: Path | None = None,
+        is_revoked: Callable[[str], bool] = lambda _: False,
+        on_event: Callable[[Event], None] = lambda _: None,
+    ):
         self._is_revoked = is_revoked
+        self._on_event = on_event
         self._path = None if folder is None else folder / EVENTS
         self._happenings: Happenings | None = None
         self._has_failed = False
@@ -133,6 +140,8 @@ class Journal:
 
     def _add(self, events: Sequence[Event]) -> None:
         self._remember(events)
+        for event in events:
+            self._on_event(event)
         if not events or self._path is None:
             return
         try:

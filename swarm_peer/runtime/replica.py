@@ -17,7 +17,8 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
-from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
+from swarm_peer.policy.trouble import Complaint, worst
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
@@ -110,6 +111,9 @@ class StageReplica:
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
         admission, step = self.parts.core.admission, self.step
+        if peer.state is PeerState.SERVING and (complaint := self._complaint()) is not None:
+            words = complaint.words
+            peer = replace(peer, note=words, trouble=complaint.trouble, trouble_since_s=complaint.since_s)
         return replace(
             peer,
             stage=self.stage,
@@ -121,6 +125,12 @@ class StageReplica:
             bandwidth_bytes_per_s=self.parts.step_loop.download_bytes_per_s,
             time_shares=self.parts.core.time.shares(),
         )
+
+    def _complaint(self) -> Complaint | None:
+        """The worst of what keeps this replica from its work."""
+        parts = self.parts
+        complaints = [parts.step_loop.complaint(), parts.snapshot_keeper.complaint()]
+        return worst([*complaints, *([] if parts.launcher is None else [parts.launcher.complaint()])])
 
     @property
     def stages_of_interest(self) -> Sequence[int]:

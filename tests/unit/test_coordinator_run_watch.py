@@ -728,6 +728,7 @@ def test_the_summary():
             "state": "serving",
             "optimizer_step": 0,
             "note": "busy",
+            "trouble": None,
             "samples_per_s": 2.0,
             "tokens_per_s": 20.0,
             "queue": 3,

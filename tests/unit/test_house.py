@@ -47,7 +47,7 @@ NOT_GIVEN = "    g: ClassVar[int] = 0\n    h: int = field(init=False)\n"
 @pytest.mark.parametrize(
     ("rule", "found", "left_alone"),
     [
-        ("file-lines", "x = 1\n" * 401, "x = 1\n" * 400),
+        ("file-lines", "x = 1\n" * 501, "x = 1\n" * 500),
         ("function-lines", function(61), function(60)),
         ("function-lines", "async " + function(61), "@d\n" * 9 + function(60)),
         ("constructor", constructor(parameters(9)), constructor(parameters(8))),

@@ -28,6 +28,7 @@ from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import FolderStorage
@@ -1598,7 +1599,7 @@ class Follower:
         )
 
     def contribution(self):
-        return contribution._contribution(self.trainer, self.metrics, self.steps.step.round_number)
+        return contribution._contribution(self.trainer, self.metrics, self.steps._updates, self.steps.step.round_number)
 
     def __init__(self, folder, name="f", network=None):
         self.network = network or MemoryNetwork()
@@ -2442,6 +2443,24 @@ async def test_work_that_is_lost_as_the_run_goes_back_is_reported(follower, monk
     assert follower.steps.step.round_number == (4 if is_update else 9)
 
 
+async def test_a_peer_that_cannot_keep_snapshots_complains(swarm, monkeypatch):
+    """Checkpoints are made of them."""
+    peer = await swarm.add("a", 1)
+    write = FolderStorage.write
+
+    def full(storage, name, parts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FolderStorage, "write", full)
+    await peer.keeper.take_snapshot(peer.donor.current.round_number)
+    complaint = peer.keeper.complaint()
+    assert complaint.trouble is Trouble.NO_SNAPSHOTS
+    assert "No space left on device: make room" in complaint.words
+    monkeypatch.setattr(FolderStorage, "write", write)
+    await peer.keeper.take_snapshot(peer.donor.current.round_number)
+    assert peer.keeper.complaint() is None
+
+
 async def test_a_full_disk_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog):
     def write(storage, name, parts):
         raise OSError(28, "No space left on device")
@@ -2622,6 +2641,21 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
     assert samples == 0
     assert not any(bool(gradient.any()) for gradient in gradients)
     assert lost(follower) == 6
+
+
+async def test_a_stage_whose_gradients_are_never_finite_complains(follower):
+    """Its rounds go on, and its weights stay as they are."""
+    for number in range(4):
+        assert (follower.steps._updates.complaint() is not None) == (number == 3)
+        next(follower.trainer.module.parameters()).grad = torch.full_like(
+            next(follower.trainer.module.parameters()), float("nan")
+        )
+        follower.trainer.num_samples = 6
+        gradients, samples = follower.contribution()
+        await follower.steps._commit(Settlement(Verdict.COMMIT, gradients, "h", samples))
+    follower.trainer.num_samples = 6
+    await follower.steps._commit(Settlement(Verdict.COMMIT, [torch.ones_like(each) for each in gradients], "h", 6))
+    assert follower.steps._updates.complaint() is None
 
 
 async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):
