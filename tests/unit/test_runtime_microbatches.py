@@ -843,7 +843,7 @@ async def test_time_is_bounded(swarm, pair):
 
 async def test_a_stage_without_peers_is_a_failed_hop(swarm):
     first = await swarm.add("a", 0)
-    with pytest.raises(HopFailed, match="out of time, last: no peer serves the stage"):
+    with pytest.raises(HopFailed, match="no peer serves the stage, and then out of time"):
         await first.next_stage.send(make_microbatch(), None, anyio.current_time() + 0.02)
 
 

@@ -137,11 +137,11 @@ class StageClient:
             router, backoff = self._query_router, self._query_backoff
         tried: set[str] = set()
         failures = num_not_finite = 0
-        backoff_s, reason = FIRST_BACKOFF_S, "no try was made"
+        backoff_s, reason, cause = FIRST_BACKOFF_S, "no try was made", ""
         while failures < self._manifest.limits.hop_tries:
             remaining_s = deadline - anyio.current_time()
             if remaining_s <= 0:
-                reason = f"out of time, last: {reason}"
+                reason = f"{reason}, and then out of time"
                 break
             view = self._view()
             serving = view.serving(self.stage)
@@ -156,7 +156,7 @@ class StageClient:
             avoided = {peer_id for peer_id, life in lives.items() if life in failed}
             route = router.choose(microbatch.num_samples, avoided | tried)
             if route.peer_id is None:
-                reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
+                reason = f"{cause}, and now {route.reason}" if cause else route.reason
                 if self._leaving and not serving:
                     break
                 await anyio.sleep(min(backoff_s * (0.5 + self._rng.random()), max(remaining_s, 0)))
@@ -172,7 +172,7 @@ class StageClient:
             except RoundClosed:
                 raise
             except CallError as error:
-                reason = _cause_of(error)
+                reason = cause = _cause_of(error)
                 self._metrics.retries.labels(error.code).inc()
                 if error.avoid:
                     self._avoid(lives[route.peer_id], backoff, reason)
