@@ -25,6 +25,7 @@ from coordinator.checkpoints.folder import (
     Fits,
     age_of,
     folder_name,
+    mark_diverged,
     one_line,
     open_checkpoint,
     optimizer_step_of,
@@ -176,6 +177,23 @@ class CheckpointStore:
                 log.warning("checkpoint_damaged path=%s reason=%s", folder, error.reason)
                 if not isinstance(error, CheckpointIncomplete):
                     reasons.append(error.reason)
+
+    def set_aside(self, fits: Fits) -> None:
+        """Mark complete checkpoints that fit as those of broken weights: nobody goes on from them any more.
+
+        Args:
+            fits: tells from an optimizer step and a round
+
+        Raises:
+            UserError: the store does not answer
+        """
+        for folder in filter(self._is_complete, self._folders()):
+            try:
+                if fits(optimizer_step_of(folder), round_of(self._files, folder, -1)):
+                    mark_diverged(self._files, folder)
+                    log.warning("checkpoint_set_aside path=%s reason=its weights have diverged", folder)
+            except OSError as error:
+                raise UserError(f"cannot mark {folder} ({one_line(error)}): check permissions and network") from error
 
     def named(self, name: str) -> Checkpoint:
         """The checkpoint in the folder of this name, or the one of the same optimizer step that has replaced it.

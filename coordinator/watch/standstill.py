@@ -10,7 +10,7 @@ from swarm_peer.policy.view import PeerView
 MAX_WORDS = 200
 # Of each trouble, what the peers in it do not do.
 WHAT: dict[Trouble | None, str] = {
-    Trouble.DIVERGED: "brings no microbatch through, since the numbers are not finite",
+    Trouble.DIVERGED: "brings no microbatch through, and no number is finite",
     Trouble.FAILING: "brings no microbatch through",
     Trouble.NO_UPDATES: "gets no update",
     Trouble.NO_DATA: "has nothing to train on",

@@ -5,6 +5,7 @@ Several replicas may be open in one peer at once. `Peer` decides when one opens 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,8 @@ from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state.recovery import Start
 from swarm_peer.wire.records import ProgressRecord, progress_key
+
+log = logging.getLogger(__name__)
 
 # Pause between looks for new progress to publish.
 PUBLISH_PROGRESS_S = 1.0
@@ -200,6 +203,7 @@ class StageReplica:
             if parts.launcher is not None:
                 tasks.start_soon(self._launch, parts.launcher, unreadable)
                 tasks.start_soon(self._publish_progress)
+                tasks.start_soon(self._begin_anew_with_run)
             try:
                 await parts.step_loop.run()
             except CallError as error:
@@ -209,6 +213,20 @@ class StageReplica:
         await launcher.run()
         if launcher.failure is not None:
             unreadable(launcher.failure)
+
+    async def _begin_anew_with_run(self) -> None:
+        """Go back where the run's key has the run begin anew from a checkpoint, and have the other stages follow.
+
+        Those do what they do for a stage that was lost and taken over: they go back once all of stage 0 have.
+        """
+        while True:
+            timeline = await self.parts.step_loop.rewinds.wait_for_beginning()
+            log.warning("run_begins_anew optimizer_step=%d reason=its key says so", timeline.first_optimizer_step)
+            await self._peer.context.changed.wait_for(partial(self._has_come_to, timeline))
+            await self.parts.recovery.have_all_go_back(timeline, partial(self._is_on, timeline))
+
+    def _has_come_to(self, timeline: Timeline) -> bool:
+        return self.step.timeline >= timeline
 
     def _is_on(self, timeline: Timeline) -> bool:
         return self.step.timeline == timeline

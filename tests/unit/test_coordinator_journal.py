@@ -11,6 +11,7 @@ from coordinator.watch.happenings import MOVING_S, Happenings, make_event, stand
 from coordinator.watch.journal import EVENTS, Journal, read_events
 from coordinator.watch.metrics_file import metrics_line
 from coordinator.watch.plain_text import plain_text
+from coordinator.watch.promises import Promises
 from coordinator.watch.pulse import CoordinatorPulse
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
@@ -273,10 +274,22 @@ def test_an_event_that_a_full_disk_has_cut_off_spoils_no_other(tmp_path):
         journal.tell("checkpoint", "10", 2.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not (tmp_path / EVENTS).read_text().endswith("\n")
+    assert [event["text"] for event in read_events(tmp_path)] == ["5"]
     for number in (15, 20):
         journal.tell("checkpoint", str(number), 3.0)
-    assert [event["text"] for event in read_events(tmp_path)] == ["5", "15", "20"]
+    assert [event["text"] for event in read_events(tmp_path)] == ["5", "10", "15", "20"], "it is written late"
+    assert journal.close() == ""
+
+
+def test_events_that_a_disk_never_takes_are_told_when_the_journal_is_closed(tmp_path):
+    journal, _ = begun(tmp_path)
+    (tmp_path / EVENTS).unlink(missing_ok=True)
+    (tmp_path / EVENTS).mkdir()
+    journal.tell("checkpoint", "5", 1.0)
+    assert journal.close() == "Is a directory"
+    (tmp_path / EVENTS).rmdir()
+    assert journal.close() == "", "once there is room"
+    assert [event["text"] for event in read_events(tmp_path)] == ["5"]
 
 
 def test_a_journal_without_a_folder_is_in_memory():
@@ -295,6 +308,7 @@ def open_files(folder, *, resume):
         contributions=Contributions(folder),
         clock=SystemClock(),
         on_line=written.append,
+        promises=Promises(),
     )
     return files, written
 

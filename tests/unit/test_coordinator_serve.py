@@ -183,16 +183,20 @@ async def test_the_terminal_goes_on_where_the_disk_is_full(tmp_path: Path, monke
     async def look(service: Any, options: RunOptions) -> None:
         service.events.on_update("watch")
 
-    monkeypatch.setattr(serve, "LiveView", lambda _: nullcontext(SimpleNamespace(print=None, update=seen.append)))
+    monkeypatch.setattr(
+        serve, "LiveView", lambda _: nullcontext(SimpleNamespace(print=None, update=seen.append, tell=None))
+    )
     monkeypatch.setattr(serve, "WayIn", lambda **_: SimpleNamespace(tell=tell))
     monkeypatch.setattr(serve, "RunService", make_service)
     monkeypatch.setattr(serve, "_serve", look)
     node: Any = SimpleNamespace(addresses=())
     resolved: Any = SimpleNamespace(manifest=MANIFEST)
     key = Identity.generate()
+    options = RunOptions(output=tmp_path)
     with pytest.raises(OSError, match="No space left"):
-        await serve._serve_on(node, key, resolved, NodeOptions(), RunOptions(output=tmp_path), ())
+        await serve._serve_on(node, key, resolved, NodeOptions(), options, ())
     assert seen == ["watch"]
+    assert options.promises.unkept() == [f"{serve.NOT_TOLD} ([Errno 28] No space left on device)"]
 
 
 async def test_a_run_under_other_settings_is_told_by_them() -> None:

@@ -86,7 +86,7 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
     monkeypatch.setattr(service, "fetch_states", fetch_states)
     monkeypatch.setattr(service, "export_states", lambda manifest, states, *_: saved.append(states[0].optimizer_step))
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert [await run._export(None) for _ in range(3)] == [False, False, True]
+    assert [await run._export(None, None) for _ in range(3)] == [False, False, True]
     assert saved == [3]
 
 
@@ -101,7 +101,7 @@ async def test_a_model_that_the_disk_does_not_take_is_tried_again(tmp_path, monk
     monkeypatch.setattr(service, "fetch_states", fetch_states)
     monkeypatch.setattr(service, "export_states", full)
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert not await run._export(None)
+    assert not await run._export(None, None)
     assert "model_not_saved reason=model: cannot be written (disk full)" in caplog.text
 
 
@@ -119,7 +119,7 @@ async def test_a_model_for_which_there_is_no_room_is_not_asked_for_again_at_once
     monkeypatch.setattr(service, "fetch_states", fetch_states)
     monkeypatch.setattr(service.anyio, "sleep", sleep)
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert not await run._export(None)
+    assert not await run._export(None, None)
     assert pauses == [pause_s]
 
 

@@ -36,6 +36,7 @@ from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply, check_body
+from swarm_peer.runtime.replica import StageReplica
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.core import ReplicaCore
@@ -56,7 +57,7 @@ from swarm_peer.runtime.state.recovery import (
 from swarm_peer.runtime.state.rescue import JOINER_BYTES_PER_S, JOINER_PATIENCE, RESCUE_PATIENCE, watch_stages
 from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
-from swarm_peer.runtime.step import contribution
+from swarm_peer.runtime.step import contribution, rewinds
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.outcome import Settlement
@@ -2625,6 +2626,64 @@ async def test_who_leaves_as_the_run_goes_back_hands_nothing_over_and_does_not_c
     assert (lost(follower), follower.metrics.rewinds._value.get()) == (5, 0)
     assert not running.done()
     running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "first_round", "goes_back"),
+    [(Trouble.DIVERGED, 40, True), (Trouble.NO_UPDATES, 40, True), (Trouble.DIVERGED, 3, False)]
+    + [(each, 40, False) for each in (None, Trouble.FAILING, Trouble.NO_DATA)],
+)
+async def test_a_replica_begins_anew_where_the_runs_key_says_so_and_the_weights_are_broken(
+    follower, monkeypatch, trouble, first_round, goes_back
+):
+    """Peers of any stage may have found that."""
+    monkeypatch.setattr(rewinds, "LOOK_S", 0.001)
+    asked = []
+
+    async def beginning():
+        asked.append(1)
+        if len(asked) == 1:
+            raise CallError("the DHT does not answer")
+        return TimelineRecord(first_round=first_round, first_optimizer_step=3, begun=9)
+
+    monkeypatch.setattr(follower.steps.rewinds, "_beginning", beginning)
+    since_s = None if trouble is None else 1.0
+    follower.peers[0] = replace(follower.peers[0], trouble=trouble, trouble_since_s=since_s)
+    timeline = Timeline(40, 3, 40)
+    with anyio.move_on_after(5.0 if goes_back else 0.05):
+        assert await follower.steps.rewinds.wait_for_beginning() == timeline
+    assert follower.steps.rewinds.target == (timeline if goes_back else None)
+    assert bool(asked) == (trouble is not None and trouble.is_of_weights), "nobody asks at other times"
+
+
+async def test_all_of_stage_0_go_back_and_take_the_others_along(monkeypatch):
+    told, timeline = [], Timeline(40, 3, 40)
+    step = SimpleNamespace(timeline=FIRST_TIMELINE)
+
+    async def wait_for_beginning():
+        if told:
+            await anyio.sleep_forever()
+        return timeline
+
+    async def have_all_go_back(target, is_there):
+        told.append((target, is_there()))
+
+    replica = object.__new__(StageReplica)
+    changed = Condition()
+    replica._peer = SimpleNamespace(context=SimpleNamespace(changed=changed))
+    replica.parts = SimpleNamespace(
+        step_loop=SimpleNamespace(rewinds=SimpleNamespace(wait_for_beginning=wait_for_beginning)),
+        recovery=SimpleNamespace(have_all_go_back=have_all_go_back),
+        core=SimpleNamespace(rounds=SimpleNamespace(step=step)),
+    )
+    following = asyncio.ensure_future(replica._begin_anew_with_run())
+    await anyio.wait_all_tasks_blocked()
+    assert told == [], "it is not there itself"
+    step.timeline = timeline
+    changed.notify()
+    await anyio.wait_all_tasks_blocked()
+    assert told == [(timeline, True)]
+    following.cancel()
 
 
 async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(follower):
