@@ -192,6 +192,16 @@ async def test_it_goes_back_once(make_run):
         await run.look()
 
 
+async def test_what_was_given_for_a_lost_stage_is_given_no_more(make_run):
+    """Peers that go back must not begin with it."""
+    run = make_run(saved=(2, 3, 4), on_divergence="rewind")
+    newest = run.store.newest()
+    await run.giver.give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
+    run.see()
+    await run.look()
+    assert [ref.optimizer_step for ref, _ in run.giver._snapshots.snapshots()] == [3]
+
+
 async def test_it_ends_where_there_is_nothing_to_go_back_to(make_run):
     run = make_run(saved=(4,), on_divergence="rewind")
     run.see()

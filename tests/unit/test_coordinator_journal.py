@@ -298,7 +298,7 @@ def test_a_journal_without_a_folder_is_in_memory():
     assert [event["text"] for event in journal.newest] == ["over"]
 
 
-def open_files(folder, *, resume):
+def open_files(folder, *, resume, promises=None):
     written = []
     files = RunFiles(
         folder=folder,
@@ -308,9 +308,41 @@ def open_files(folder, *, resume):
         contributions=Contributions(folder),
         clock=SystemClock(),
         on_line=written.append,
-        promises=Promises(),
+        promises=promises or Promises(),
     )
     return files, written
+
+
+def test_what_the_disk_has_not_taken_when_the_files_are_closed_is_told(tmp_path):
+    promises, run = Promises(), Run()
+    files, _ = open_files(tmp_path, resume=False, promises=promises)
+    for name in ("metrics.jsonl", EVENTS, "contributions.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).mkdir()
+    run.look(A, C)
+    run.line(1, 0)
+    files.write_lines(run.watch.lines, run.watch.returns)
+    files.look(run.watch)
+    files.close()
+    assert promises.unkept() == [
+        "metrics.jsonl lacks lines (Is a directory)",
+        "events.jsonl lacks lines (Is a directory)",
+        "contributions.json was not kept (Is a directory)",
+    ]
+
+
+def test_of_events_that_were_cut_off_together_none_comes_twice(tmp_path):
+    journal, _ = begun(tmp_path)
+    size = (tmp_path / EVENTS).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events = [make_event("checkpoint", text, 1.0) for text in ("5", "10")]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + len(json.dumps(events[0])) + 20, limits[1]))
+    try:
+        journal._add(events)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.tell("checkpoint", "15", 2.0)
+    assert [event["text"] for event in read_events(tmp_path)] == ["5", "10", "15"]
 
 
 def test_a_coordinator_goes_on_with_the_files_of_its_run(tmp_path):

@@ -2656,6 +2656,28 @@ async def test_a_replica_begins_anew_where_the_runs_key_says_so_and_the_weights_
     assert bool(asked) == (trouble is not None and trouble.is_of_weights), "nobody asks at other times"
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_peers_of_stage_0_alone_look_for_another_beginning(monkeypatch, is_first):
+    begun = []
+
+    async def forever(*_):
+        await anyio.sleep_forever()
+
+    async def note(replica):
+        begun.append(1)
+
+    for name in ("_follow_run", "_launch", "_publish_progress"):
+        monkeypatch.setattr(StageReplica, name, forever)
+    monkeypatch.setattr(StageReplica, "_begin_anew_with_run", note)
+    replica, runs = object.__new__(StageReplica), SimpleNamespace(run=forever)
+    replica.parts = SimpleNamespace(
+        snapshot_keeper=runs, state_server=runs, step_loop=runs, launcher="launcher" if is_first else None
+    )
+    with anyio.move_on_after(0.02):
+        await replica.serve(None, None, None)
+    assert begun == [1] * is_first
+
+
 async def test_all_of_stage_0_go_back_and_take_the_others_along(monkeypatch):
     told, timeline = [], Timeline(40, 3, 40)
     step = SimpleNamespace(timeline=FIRST_TIMELINE)
@@ -2712,9 +2734,14 @@ async def test_a_stage_whose_gradients_are_never_finite_complains(follower):
         follower.trainer.num_samples = 6
         gradients, samples = follower.contribution()
         await follower.steps._commit(Settlement(Verdict.COMMIT, gradients, "h", samples))
+    before = follower.steps._updates
+    missed = before._num_missed
     follower.trainer.num_samples = 6
     await follower.steps._commit(Settlement(Verdict.COMMIT, [torch.ones_like(each) for each in gradients], "h", 6))
-    assert follower.steps._updates.complaint() is None
+    assert before.complaint() is None
+    before._num_missed = missed
+    await follower.steps.begin(Timeline(40, 0, 0), None)
+    assert before.complaint() is None, "these are others' weights"
 
 
 async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):
