@@ -84,7 +84,8 @@ def find_divergence(view: SwarmView, now_s: float, progressed_s: float) -> Stand
 
 def find_troubled(view: SwarmView, now_s: float) -> list[PeerView]:
     """The peers that have been in trouble for long enough to be told of, whether or not the run stands still."""
-    troubled = [peer for peer in view.peers if peer.trouble is not None]
+    serving = [peer for peer in view.peers if peer.state is PeerState.SERVING]
+    troubled = [peer for peer in serving if peer.trouble is not None]
     return [peer for peer in troubled if not _holds_up(peer) or _began_s(peer) <= now_s - STANDS_S]
 
 

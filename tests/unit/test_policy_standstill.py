@@ -71,6 +71,7 @@ def test_a_peer_that_trains_on_holds_nothing_up_and_is_told_of(trouble):
 
 def test_other_trouble_is_told_of_once_it_lasts():
     peers = peer("a", trouble=Trouble.FAILING), peer("b", trouble=Trouble.FAILING, since_s=JUST_NOW_S), peer("c")
+    peers = *peers, peer("d", trouble=Trouble.FAILING, state=PeerState.JOINING)
     assert [each.peer_id for each in find_troubled(view(*peers), NOW_S)] == ["a"]
 
 
