@@ -15,6 +15,7 @@ SwarmError
     ├── NoRoom              neither memory nor disk has room    -> try another peer, or again later
     ├── NotAdmitted         the callee does not accept the pass -> try another peer, avoid this one
     └── HopFailed           a later stage could not be reached  -> try again, the peer itself is well
+        └── NotFinite       numbers there were not finite       -> the same; if it always is so, the weights are broken
 """
 
 from __future__ import annotations
@@ -119,6 +120,12 @@ class HopFailed(CallError):
     avoid = False
 
 
+class NotFinite(HopFailed):
+    """The numbers that the callee or a later stage has computed are not finite, or beyond reason."""
+
+    code = "not_finite"
+
+
 ERROR_BY_CODE: dict[str, type[CallError]] = {
     cls.code: cls
     for cls in (
@@ -132,6 +139,7 @@ ERROR_BY_CODE: dict[str, type[CallError]] = {
         InvalidMessage,
         NotAdmitted,
         HopFailed,
+        NotFinite,
     )
 }
 

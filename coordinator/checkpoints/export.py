@@ -13,6 +13,7 @@ from coordinator.checkpoints.fetching import fetch_snapshots, open_transport
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
+from coordinator.watch.promises import Promises
 from swarm_peer.errors import UserError
 from swarm_peer.model.export import check_folder, export_model
 from swarm_peer.model.resolved import ResolvedManifest
@@ -24,9 +25,16 @@ from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
 
+NO_TOKENIZER = "the tokenizer was not saved beside the model"
 
-def export_checkpoint(url: str, optimizer_step: int | None, folder: Path, cache_dir: Path | None = None) -> int:
+
+def export_checkpoint(
+    url: str, optimizer_step: int | None, folder: Path, promises: Promises, cache_dir: Path | None = None
+) -> int:
     """Write the model of a checkpoint (see find_checkpoint); returns its optimizer step.
+
+    Args:
+        promises: told if there is no tokenizer beside the model
 
     Raises:
         UserError: there is no good checkpoint, or the folder is in use
@@ -35,7 +43,8 @@ def export_checkpoint(url: str, optimizer_step: int | None, folder: Path, cache_
     checkpoint = find_checkpoint(url, optimizer_step)
     resolved = ResolvedManifest.of(checkpoint.manifest)
     states = (checkpoint.load_stage(stage) for stage in range(resolved.num_stages))
-    export_states(resolved, states, folder, cache_dir)
+    if why_not := export_states(resolved, states, folder, cache_dir):
+        promises.broken(NO_TOKENIZER, why_not)
     return checkpoint.optimizer_step
 
 
@@ -43,12 +52,14 @@ def export_run(
     initial_peers: Sequence[str],
     run_id: str | None,
     folder: Path,
+    promises: Promises,
     cache_dir: Path | None = None,
     data_dir: Path | None = None,
 ) -> int:
     """Write the model of a live run, by the newest snapshot of all its stages; returns its optimizer step.
 
     Args:
+        promises: told if there is no tokenizer beside the model
         data_dir: folder of this machine that the run may have its tokenizer read from
 
     Raises:
@@ -57,7 +68,8 @@ def export_run(
     """
     check_folder(folder)
     resolved, states = observe_run(initial_peers, run_id, partial(_fetch, folder))
-    export_states(resolved, states, folder, cache_dir, data_dir)
+    if why_not := export_states(resolved, states, folder, cache_dir, data_dir):
+        promises.broken(NO_TOKENIZER, why_not)
     return states[0].optimizer_step
 
 
@@ -74,12 +86,15 @@ def export_states(
     folder: Path,
     cache_dir: Path | None = None,
     data_dir: Path | None = ANYWHERE,
-) -> None:
+) -> str:
     """Write the model that the states of all stages make.
 
     Args:
         states: in the order of their stages. Each may be let go when the next one is asked for: its weights stay
         data_dir: the tokenizer is read from there, or from a hub
+
+    Returns:
+        why the tokenizer is not beside it; empty if it is, or there is none. A model without it is better than none
 
     Raises:
         UserError: the folder is in use, or states and manifest do not belong together
@@ -88,19 +103,19 @@ def export_states(
     for state in states:
         weights |= {name: value for name, value in state.tensors.items() if is_weight(name)}
     export_model(resolved, weights, folder)
-    save_tokenizer(resolved, folder, cache_dir, data_dir)
+    return save_tokenizer(resolved, folder, cache_dir, data_dir)
 
 
 def save_tokenizer(
     resolved: ResolvedManifest, folder: Path, cache_dir: Path | None = None, data_dir: Path | None = ANYWHERE
-) -> None:
-    """Write the tokenizer beside the model, for AutoTokenizer, unless it is bytes.
+) -> str:
+    """Write the tokenizer beside the model, for AutoTokenizer, unless it is bytes; returns why that failed, or nothing.
 
-    A model without it is better than none: if that fails, the log says so.
+    A model without it is better than none.
     """
     data = resolved.manifest.data
     if data.tokenizer == "bytes":
-        return
+        return ""
     try:
         check_tokenizer(data, data_dir)
         tokenizer = load_tokenizer(data, resolved.vocab_size, cache_dir)
@@ -108,3 +123,5 @@ def save_tokenizer(
             tokenizer.save(folder)
     except (UserError, OSError) as error:
         log.warning("tokenizer_not_saved folder=%s reason=%s", folder, error)
+        return str(error)
+    return ""

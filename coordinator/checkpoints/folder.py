@@ -28,6 +28,8 @@ from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.state.index import StageState
 
 CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
+# Beside them, once the run has shown that these weights are broken.
+DIVERGED = "diverged"
 FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,11})(?:\.([1-9]\d{0,8}))?")
 # Tells from an optimizer step, and the round that it begins, whether a checkpoint is of use.
 Fits = Callable[[int, int], bool]
@@ -151,6 +153,15 @@ def write_checkpoint(
     return sum(entry.size for entry in entries.values())
 
 
+def mark_diverged(files: FileStore, folder: str) -> None:
+    """Mark a checkpoint as one of broken weights: it is not opened any more.
+
+    Raises:
+        OSError: the store does not take it
+    """
+    files.write(f"{folder}/{DIVERGED}", lambda path: path.write_text("no loss of these weights was finite\n"))
+
+
 def round_of(files: FileStore, folder: str, unknown: int) -> int:
     """The round that a checkpoint's states begin; `unknown` if its files do not tell.
 
@@ -182,6 +193,8 @@ def open_checkpoint(
     try:
         if not files.exists(f"{folder}/{name}"):
             raise CheckpointIncomplete(folder, f"it has no {name}")
+        if files.exists(f"{folder}/{DIVERGED}"):
+            raise CheckpointDamaged(folder, "its run has shown that these weights have diverged")
         contents = Contents.model_validate_json(files.read(f"{folder}/{name}", MAX_JSON_BYTES))
         # Names that lead elsewhere are none of these.
         expected = {MANIFEST, *(_stage_file(stage) for stage in range(len(contents.stages)))}

@@ -21,6 +21,7 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
+from swarm_peer.model.optimizer import learning_rate
 from swarm_peer.policy.recovery import (
     FIRST_TIMELINE,
     SnapshotRef,
@@ -73,7 +74,7 @@ class CheckpointGiver:
         self.dispatcher = CallDispatcher(manifest_hash=manifest.hash, calls=self._snapshots.calls)
 
     async def resume(self, checkpoint: Checkpoint, known_round: int) -> Timeline:
-        """Let a run go on from a checkpoint: give its states as those that the run begins with.
+        """Let a run go on from a checkpoint, or go back to it: give its states as those that the run begins with.
 
         Args:
             known_round: the last round that the run has seen since, as far as is known
@@ -86,8 +87,8 @@ class CheckpointGiver:
         """
         first_round = max(checkpoint.round_number, known_round) + ROUNDS_BETWEEN_TIMELINES
         timeline = Timeline(first_round, checkpoint.optimizer_step, created_at_round=first_round)
+        self._give_nothing()  # what a stage may have been lost for is void
         await self.give(checkpoint, timeline)
-        _tell_changes(checkpoint, self._manifest)
         return timeline
 
     async def give(self, checkpoint: Checkpoint, timeline: Timeline) -> None:
@@ -270,7 +271,13 @@ def _may_hold(standing: Standing | None, optimizer_step: int, created_at_round: 
     return standing is None or is_on_timeline(own, created_at_round, standing.timeline)
 
 
-def _tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:
+def tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:
     """Log what the run does otherwise from now on: the user may have left something out of the command."""
     for key, was, now in changed_settings(checkpoint.manifest, manifest):
         log.warning("setting_changed setting=%s checkpoint=%s now=%s", key, was, now)
+    # It depends on several settings, on training.steps among them, and each of these looks harmless.
+    step = checkpoint.optimizer_step
+    was, now = learning_rate(checkpoint.manifest, step), learning_rate(manifest, step)
+    if was != now:
+        text = "setting_changed setting=the learning rate at optimizer step %d checkpoint=%.3g now=%.3g"
+        log.warning(text, step, was, now)

@@ -40,7 +40,11 @@ MOST_OF_MEMORY = 0.9
 
 
 class StateReceiver:
-    """Has room for states of a run's stages, and checks them as its peers do. Belongs to the event loop's thread."""
+    """Has room for states of a run's stages, and checks them as its peers do. Belongs to the event loop's thread.
+
+    Attributes:
+        has_met_broken: whether somebody gave a state that holds numbers which are not finite
+    """
 
     def __init__(
         self, resolved: ResolvedManifest, threads: Threads, folder: Path | None = None, *, only_weights: bool = False
@@ -59,6 +63,7 @@ class StateReceiver:
         self._building = anyio.Lock()  # states come side by side, and a template takes time and memory to build
         self._held: WeakValueDictionary[int, npt.NDArray[np.uint8]] = WeakValueDictionary()  # by stage
         self._templates: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.has_met_broken = False
 
     def of_stage(self, stage: int) -> StageRoom:
         """Room for the state of a stage."""
@@ -103,7 +108,11 @@ class StateReceiver:
                 stage would take it over
         """
         template = await self._template(stage)
-        await self._threads.run(check_state, state.tensors, template, abandon_on_cancel=True)
+        try:
+            await self._threads.run(check_state, state.tensors, template, abandon_on_cancel=True)
+        except InvalidMessage:
+            self.has_met_broken |= not await self._threads.run(_are_finite, state.tensors, abandon_on_cancel=True)
+            raise
 
     async def _template(self, stage: int) -> Mapping[str, torch.Tensor]:
         async with self._building:
@@ -179,6 +188,10 @@ def _disk_of(folder: Path) -> int:
     """The number of a folder's disk, also before the folder is made."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return existing.stat().st_dev
+
+
+def _are_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def _space(size: int) -> int:

@@ -26,6 +26,7 @@ from coordinator.checkpoints.folder import (
     age_of,
     folder_name,
     is_checkpoint_name,
+    mark_diverged,
     one_line,
     open_checkpoint,
     optimizer_step_of,
@@ -185,6 +186,23 @@ class CheckpointStore:
             UserError: it is damaged, or the store does not answer
         """
         return open_checkpoint(self._files, self._files.base) if self._is_complete(self._files.base) else None
+
+    def set_aside(self, fits: Fits) -> None:
+        """Mark complete checkpoints that fit as those of broken weights: nobody goes on from them any more.
+
+        Args:
+            fits: tells from an optimizer step and a round
+
+        Raises:
+            UserError: the store does not answer
+        """
+        for folder in filter(self._is_complete, self._folders()):
+            try:
+                if fits(optimizer_step_of(folder), round_of(self._files, folder, -1)):
+                    mark_diverged(self._files, folder)
+                    log.warning("checkpoint_set_aside path=%s reason=its weights have diverged", folder)
+            except OSError as error:
+                raise UserError(f"cannot mark {folder} ({one_line(error)}): check permissions and network") from error
 
     def named(self, name: str) -> Checkpoint:
         """The checkpoint in the folder of this name, or the one of the same optimizer step that has replaced it.

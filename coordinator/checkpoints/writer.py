@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
@@ -18,13 +18,16 @@ from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import KEPT_CHECKPOINTS, CheckpointStore, find_checkpoint
 from coordinator.run.options import CheckpointOptions
+from coordinator.watch.promises import Promises
 from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.standstill import who_is
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.transport import Transport
@@ -128,16 +131,34 @@ def _check_fits(checkpoint: Checkpoint, manifest: RunManifest) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Duty:
+    """Which checkpoints a coordinator has to write, and whom it tells of them.
+
+    Attributes:
+        acts: whether it is the one that acts
+        is_led_by_other: whether another one is known to act, whose duty the checkpoints are
+        begun_at: the optimizer step that the run had come to when this coordinator began
+        tell: told in a sentence of each checkpoint that is saved, or not
+        promises: told of each that should be there, and why it is not
+    """
+
+    acts: Callable[[], bool] = lambda: True
+    is_led_by_other: Callable[[], bool] = lambda: False
+    begun_at: int = 0
+    tell: Callable[[str], None] = lambda _: None
+    promises: Promises = field(default_factory=Promises)
+
+
 class CheckpointWriter:
     """Writes a checkpoint each time that the run has made `plan.every` more optimizer steps.
 
     Args:
         watch: tells how many optimizer steps the run has made, and in which rounds
         directory: knows the run's peers
-        acts: tells whether this coordinator is the one that acts
         threads: write the files
         rng: chooses among the peers of a stage
-        tell: told in a sentence of each checkpoint that is saved, or not
+        duty: of this coordinator
     """
 
     def __init__(
@@ -149,8 +170,7 @@ class CheckpointWriter:
         directory: Directory,
         threads: Threads,
         rng: random.Random,
-        acts: Callable[[], bool] = lambda: True,
-        tell: Callable[[str], None] = lambda _: None,
+        duty: Duty,
     ):
         assert plan.store is not None
         self._resolved = resolved
@@ -159,15 +179,19 @@ class CheckpointWriter:
         self._every = plan.every
         self._watch = watch
         self._directory = directory
-        self._acts = acts
+        self._duty = duty
+        self._acts = duty.acts
         self._receiver = StateReceiver(resolved, threads, plan.store.local_folder)
         self._threads = threads
         self._rng = rng
-        self._tell = tell
+        self._tell = duty.tell
+        self._promises = duty.promises
         self._saving = anyio.Lock()
         # Optimizer steps, and the rounds that began with them, whose checkpoint this writer has saved or tried to save.
         self._done: set[tuple[int, int | None]] = set()
         self._inherited_round = -1
+        # Up to here, others had to save checkpoints; and the optimizer step that the run had come to at the last look.
+        self._inherited_step, self._seen_step = duty.begun_at, duty.begun_at
 
     async def run(self, transport: Transport) -> None:
         """Write checkpoints for ever."""
@@ -178,8 +202,8 @@ class CheckpointWriter:
                 # An earlier process or another coordinator had to save the checkpoints up to here.
                 self._inherited_round = self._last_due()[1] or -1
             has_acted = acts
-            if self._is_due():
-                key = self._last_due()
+            self._note_due()
+            if (key := self._next_due()) is not None:
                 self._done.add(key)
                 async with self._saving:
                     await self._save_unless_inherited(transport, *key)
@@ -189,21 +213,52 @@ class CheckpointWriter:
 
     async def finish(self) -> None:
         """Wait until no checkpoint is being written or due."""
-        while self._is_due():  # noqa: ASYNC110 (`run` writes it at its next look)
+        self._note_due()
+        while self._next_due() is not None:  # noqa: ASYNC110 (`run` writes it at its next look)
             await anyio.sleep(SNAPSHOT_RETRY_S)
         async with self._saving:
             pass
+
+    def _note_due(self) -> None:
+        """Promise the checkpoints of the steps since the last look; some may have gone by while one was written."""
+        seen, self._seen_step = self._seen_step, self._watch.optimizer_step
+        if self._duty.is_led_by_other():
+            self._inherited_step = max(self._inherited_step, self._seen_step)
+        if self._seen_step < seen:
+            self._promises.went_back(self._seen_step)
+        for due in range((seen // self._every + 1) * self._every, self._seen_step + 1, self._every):
+            if self._watch.created_at_round(due) is not None:
+                self._wait(due, "the run makes steps faster than this machine writes checkpoints")
+
+    def _wait(self, optimizer_step: int, reason: object) -> None:
+        if optimizer_step > self._inherited_step:
+            self._promises.checkpoint_due(optimizer_step, self._why(reason))
+
+    def _why(self, reason: object) -> str:
+        """Why a checkpoint is not there: the word of a peer that cannot keep snapshots, of which they are made."""
+        without = [peer for peer in self._directory.view.peers if peer.trouble is Trouble.NO_SNAPSHOTS]
+        return f"{who_is(without[0])} says: {without[0].note}" if without else str(reason)
 
     def _last_due(self) -> tuple[int, int | None]:
         """The last optimizer step that a checkpoint is written of; and the round that began with it, if it is known."""
         due = self._watch.optimizer_step // self._every * self._every
         return due, self._watch.created_at_round(due)
 
-    def _is_due(self) -> bool:
+    def _next_due(self) -> tuple[int, int | None] | None:
+        """The step of the checkpoint to write now, and its round: peers keep the snapshot before the newest as well."""
         due, created_at_round = self._last_due()
-        # The round is not known of a step that was due before this process looked, or long ago.
-        is_known = due > 0 and created_at_round is not None
-        return is_known and (due, created_at_round) not in self._done and self._acts()
+        before = due - self._every
+        for step, round_number in ((before, self._watch.created_at_round(before)), (due, created_at_round)):
+            is_kept = step == due or (self._inherited_step < step and self._may_be_kept(step))
+            # The round is not known of a step that was due before this process looked, or long ago.
+            is_known = step > 0 and round_number is not None
+            if is_kept and is_known and (step, round_number) not in self._done and self._acts():
+                return step, round_number
+        return None
+
+    def _may_be_kept(self, optimizer_step: int) -> bool:
+        """Whether peers may still keep the snapshot of a step: they keep their last two."""
+        return self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every
 
     def _is_inherited(self, created_at_round: int | None) -> bool:
         return created_at_round is not None and created_at_round <= self._inherited_round
@@ -214,6 +269,7 @@ class CheckpointWriter:
         """Save a checkpoint that is due, if no earlier process and no other coordinator has put it into the store."""
         if self._is_inherited(created_at_round) and await self._is_saved(optimizer_step, created_at_round):
             self._watch.observe_checkpoint(optimizer_step)
+            self._promises.checkpoint_saved(optimizer_step)
         else:
             await self._save(transport, optimizer_step)
 
@@ -231,8 +287,8 @@ class CheckpointWriter:
     async def _save(self, transport: Transport, optimizer_step: int) -> None:
         stages = list(range(self._manifest.stages.count))
         told, pauses = "", iter(SAVE_PAUSES_S)  # why it waits
-        # Peers keep their last two snapshots; when these are newer, there is nothing to wait for.
-        while self._watch.optimizer_step < optimizer_step + 2 * self._manifest.recovery.snapshot_every:
+        is_newest = optimizer_step == self._last_due()[0]
+        while self._may_be_kept(optimizer_step):
             try:
                 if not self._acts():
                     raise CallError("another coordinator may act")
@@ -243,11 +299,13 @@ class CheckpointWriter:
                     has_gone_back = self._watch.optimizer_step < optimizer_step
                     why = "the run has gone back" if has_gone_back else "this coordinator was not there then"
                     log.info("checkpoint_left_out optimizer_step=%d reason=%s", optimizer_step, why)
+                    self._promises.checkpoint_saved(optimizer_step)  # nobody wants it
                     return
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 await self._write(weights, await self._fetch_all(transport, stages, weights))
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
+                self._promises.checkpoint_saved(optimizer_step)
                 self._watch.observe_checkpoint(optimizer_step)
                 return
             except CallError as error:
@@ -255,6 +313,9 @@ class CheckpointWriter:
                     log.info("checkpoint_waits optimizer_step=%d reason=%s", optimizer_step, error)
                 told = str(error)
                 forget_frames(error)
+                self._wait(optimizer_step, told)
+                if not is_newest:  # the newest one must not wait
+                    break
                 pause_s = next(pauses, None) if isinstance(error, NoRoom) else SNAPSHOT_RETRY_S
                 if pause_s is None:
                     self._failed(optimizer_step, error)
@@ -266,17 +327,22 @@ class CheckpointWriter:
             if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
                 break  # the run stands still after its last step alone
             await anyio.sleep(pause_s)
-        if self._is_inherited(self._watch.created_at_round(optimizer_step)) or not self._acts():
+        if optimizer_step <= self._inherited_step or not self._acts():
+            self._promises.checkpoint_saved(optimizer_step)
             text = "checkpoint_left_out optimizer_step=%d reason=another coordinator or process had to save it"
             log.info(text, optimizer_step)
             return
         text = "checkpoint_missed optimizer_step=%d reason=the run went on before all stages had given theirs: "
         text += "if it takes this machine long to fetch them, set recovery.snapshot_every higher in the next run"
         log.error(text, optimizer_step)
+        missed = f"the run went on before all stages had given theirs; {told}" if told else "the run went on too soon"
+        self._promises.checkpoint_failed(optimizer_step, self._why(missed))
         self._tell(f"The checkpoint of optimizer step {optimizer_step} was missed: the run went on too soon.")
 
     def _failed(self, optimizer_step: int, error: SwarmError) -> None:
         log.error("checkpoint_failed optimizer_step=%d reason=%s", optimizer_step, error)
+        if optimizer_step > self._inherited_step:
+            self._promises.checkpoint_failed(optimizer_step, error)
         self._tell(f"The checkpoint of optimizer step {optimizer_step} could not be saved: {error}.")
 
     async def _fetch_all(self, transport: Transport, stages: list[int], weights: Timeline) -> list[StageState]:

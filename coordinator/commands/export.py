@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from coordinator.commands.options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
+from coordinator.watch.promises import Promises
 from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import CHECKPOINTS, RUN
@@ -53,8 +54,10 @@ def export(
 
     from coordinator.checkpoints.export import export_checkpoint, export_run
 
-    if checkpoint is not None:
-        optimizer_step = export_checkpoint(checkpoint, step, output, cache_dir)
-    else:
-        optimizer_step = export_run(addresses_of_run(run, initial_peers), run_id, output, cache_dir, data_dir)
-    print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")
+    with (promises := Promises()).told_at_end():
+        if checkpoint is not None:
+            optimizer_step = export_checkpoint(checkpoint, step, output, promises, cache_dir)
+        else:
+            addresses = addresses_of_run(run, initial_peers)
+            optimizer_step = export_run(addresses, run_id, output, promises, cache_dir, data_dir)
+        print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")

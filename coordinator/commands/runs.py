@@ -25,12 +25,13 @@ from coordinator.commands.options import (
     load_and_resolve,
 )
 from coordinator.dashboard.place import parse_place
-from coordinator.run.options import CheckpointOptions, NodeOptions
+from coordinator.run.options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.plain_text import without_controls
+from coordinator.watch.promises import Promises
 from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import MACHINE, RUN
+from swarm_peer.config import CHECKPOINTS, MACHINE, RUN
 from swarm_peer.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def serve(
     standby: Annotated[bool, RUN, Parameter(negative="")] = False,
     rebalance: Annotated[bool, RUN] = True,
     min_replicas: Annotated[int, RUN, Positive] = 1,
+    on_divergence: Annotated[OnDivergence, CHECKPOINTS] = "end",
     node: Annotated[NodeOptions, Flat] = NodeOptions(),  # noqa: B008 (frozen)
     checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
     cache_dir: CacheDir = None,
@@ -60,6 +62,7 @@ def serve(
         standby: Watch the coordinator of a run that is under way, and take over when it falls silent.
         rebalance: Move peers that joined with --stage auto to where the run needs them.
         min_replicas: Peers that each stage keeps while one of its own moves elsewhere.
+        on_divergence: When its weights have diverged, the run ends, or goes back to its last good checkpoint once.
     """
     configure_logging(log_level)
     check_installed(log_to)
@@ -87,8 +90,11 @@ def serve(
         min_replicas=min_replicas if rebalance else None,
         standby=standby,
         dashboard=place,
+        on_divergence=on_divergence,
     )
-    run_serve(resolved, node, options, log_to)
+    options.check_divergence()
+    with options.promises.told_at_end():
+        run_serve(resolved, node, options, log_to)
 
 
 def local(
@@ -101,6 +107,7 @@ def local(
     set_: Overrides = (),
     sample: Annotated[Count, RUN, NotNegative] = 0,
     restart: Annotated[bool, RUN] = True,
+    on_divergence: Annotated[OnDivergence, CHECKPOINTS] = "end",
     checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
     device: Annotated[str, MACHINE] = "cpu",
     cache_dir: CacheDir = None,
@@ -118,6 +125,7 @@ def local(
         steps: Optimizer steps, if other than in the file.
         sample: Tokens to generate with the model at the end.
         restart: Start another peer in the place of one that dies.
+        on_divergence: When its weights have diverged, the run ends, or goes back to its last good checkpoint once.
         device: Device of the peers: cpu, cuda for all GPUs in turns, cuda:N, or auto.
     """
     configure_logging(log_level)
@@ -138,12 +146,13 @@ def local(
     validation_samples(manifest, 1, cache_dir)
     is_asked = checkpoints != CheckpointOptions()
     plan = plan_checkpoints(manifest, output, checkpoints) if is_asked else NO_CHECKPOINTS
-    options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place)
-    service = run_local(
-        manifest, peers_by_stage or [2] * manifest.stages.count, devices, options, log_to, restart=restart
-    )
-    _print_result(service, sample, cache_dir)
-    _write_report(output)
+    options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place, on_divergence=on_divergence)
+    options.check_divergence()
+    counts = peers_by_stage or [2] * manifest.stages.count
+    with options.promises.told_at_end():
+        service = run_local(manifest, counts, devices, options, log_to, restart=restart)
+        _print_result(service, sample, cache_dir)
+        _write_report(output, options.promises)
 
 
 def _parse_peers(peers: str) -> list[int]:
@@ -165,14 +174,17 @@ def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) 
     print(f"Hugging Face checkpoint: {service.model_folder}")
 
 
-def _write_report(output: Path) -> None:
+def _write_report(output: Path, promises: Promises) -> None:
     """Write a page about the run, and say where it is, or what it needs: the run has its model either way."""
+    from coordinator.report.figures import NotInstalled
     from coordinator.report.page import write_report
 
     try:
         print(f"Report: {write_report(output)}")
     except UserError as error:
         print(f"No report: {error}; then swarm-coordinator report {output}")
+        if not isinstance(error, NotInstalled):
+            promises.broken("the report was not written", error)
 
 
 def baseline(
@@ -201,7 +213,7 @@ def baseline(
 
     import torch
 
-    from coordinator.checkpoints.export import save_tokenizer
+    from coordinator.checkpoints.export import NO_TOKENIZER, save_tokenizer
     from coordinator.run.baseline import Baseline, train
     from coordinator.run.run_options import check_not_begun, check_output, lock_folder
     from coordinator.watch.metrics_file import MetricsFile
@@ -216,10 +228,17 @@ def baseline(
         computes_on = choose_device(device)
         check_device(computes_on, resolved.manifest.model.precision)
         trained = Baseline(resolved, computes_on, cache_dir=cache_dir)
-        with open_loggers(log_to, resolved.manifest, output) as on_line, closing(MetricsFile(output)) as metrics:
-            for line in train(trained, cache_dir):
-                metrics.write(line)
-                on_line(line)
-                print(json.dumps(line), flush=True)
-        export_model(resolved, trained.state(), output / "model")
-        save_tokenizer(resolved, output / "model", cache_dir)
+        with (promises := Promises()).told_at_end():
+            metrics = MetricsFile(output)
+            try:
+                with open_loggers(log_to, resolved.manifest, output, promises=promises) as on_line:
+                    for line in train(trained, cache_dir):
+                        metrics.write(line)
+                        on_line(line)
+                        print(json.dumps(line), flush=True)
+            finally:
+                if why_not := metrics.close():
+                    promises.broken("metrics.jsonl lacks lines", why_not)
+            export_model(resolved, trained.state(), output / "model")
+            if why_not := save_tokenizer(resolved, output / "model", cache_dir):
+                promises.broken(NO_TOKENIZER, why_not)

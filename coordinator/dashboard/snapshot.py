@@ -15,6 +15,7 @@ from coordinator.watch.happenings import Event
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.standstill import how_long, in_words
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # Optimizer steps whose mean length tells how long the others will take.
@@ -103,6 +104,8 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         run["validation_loss"] = round(watch.validation_loss, 4)
     if known.begun_s is not None:
         run["age_s"] = max(0, round(unix_s - known.begun_s, -1))
+    if (found := watch.standstill) is not None and not known.ended:
+        run["standstill"] = f"for {how_long(found, watch.seen_s)}: {in_words(found)}"
     if known.ended:
         run["ended"] = plain_text(known.ended, 300)
     return run
@@ -122,6 +125,8 @@ def _run_state(watch: RunWatch, known: Background) -> str:
         return "no peers"
     if watch.view.fewest_serving() == 0:
         return "waiting"
+    if watch.standstill is not None:
+        return "standing"
     return "training" if watch.last_line or watch.current_samples else "starting"
 
 
@@ -207,6 +212,8 @@ def _why(peer: PeerView, state: str, slowest: int, emptied: str) -> str:
         return "finishes what it has begun, and leaves its stage"
     if emptied:
         return f"waits: no peer serves {emptied}"
+    if peer.trouble is not None:  # its note says which
+        return ""
     if peer.time_shares is None or peer.time_shares.waiting < MUCH_WAITING:
         return ""
     return "mostly waits: " + ("few samples come" if slowest == peer.stage else f"stage {slowest} is slower")

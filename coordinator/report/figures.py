@@ -36,16 +36,20 @@ EVENT_MARKS = {
 }
 
 
+class NotInstalled(UserError):
+    """A package that figures are drawn with is missing, so that nobody was promised any."""
+
+
 def draw_all(run: RecordedRun) -> dict[str, bytes]:
     """The figures of a run by name, as PNG files; those that the run's folder tells nothing of are left out.
 
     Raises:
-        UserError: matplotlib is not installed
+        NotInstalled: matplotlib is missing
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("a report needs matplotlib: pip install 'swarm-train[figures]'") from error
+        raise NotInstalled("a report needs matplotlib: pip install 'swarm-train[figures]'") from error
 
     drawn = {}
     for name, (draw, height) in FIGURES.items():

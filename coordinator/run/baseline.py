@@ -7,8 +7,10 @@ codecs. Averaging has nobody to average with, so its codec is not used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,24 +18,33 @@ import torch
 
 from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
 from swarm_peer.config import Codec, RunManifest
+from swarm_peer.errors import InvalidMessage, SwarmError
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.trouble import UPDATES_MISSED
 from swarm_peer.runtime.data.slices import sample_stream, validation_samples
 from swarm_peer.wire.codecs import decode, encode, rounding_seed
+from swarm_peer.wire.fields import MAX_LOSS
 
 # The stream that the baseline reads; peers use their ids.
 STREAM_ID = "baseline"
 
 
 class Baseline:
-    """All stages of a run in one process."""
+    """All stages of a run in one process.
+
+    Attributes:
+        num_missed: updates in a row that some stage has left out, since its gradient was not finite
+    """
 
     def __init__(
         self, resolved: ResolvedManifest, device: torch.device | str = "cpu", *, cache_dir: Path | None = None
     ):
         self.manifest = resolved.manifest
         self.trainers = [StageTrainer(resolved, spec, device=device, cache_dir=cache_dir) for spec in resolved.specs]
+        self.num_missed = 0
 
     def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
         """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples.
@@ -48,8 +59,9 @@ class Baseline:
         for tokens_BS, microbatch_id in zip(microbatches, ids, strict=True):
             loss_sum += self.accumulate(tokens_BS, microbatch_id)
             num_samples += len(tokens_BS)
-        for trainer in self.trainers:
-            end_round([trainer])
+        results = [result for trainer in self.trainers for result in end_round([trainer])]
+        has_missed = any(result.skipped and not math.isfinite(result.grad_norm) for result in results)
+        self.num_missed = self.num_missed + 1 if has_missed else 0
         return loss_sum / num_samples, num_samples
 
     def accumulate(self, tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:
@@ -146,8 +158,8 @@ def accumulate(
     return sum(float(passes[-1][each].output.sum()) for each in microbatches)
 
 
-def end_round(replicas: Sequence[StageTrainer]) -> None:
-    """End a round among the replicas of a stage.
+def end_round(replicas: Sequence[StageTrainer]) -> list[StepResult]:
+    """End a round among the replicas of a stage; returns how each has taken its update.
 
     Args:
         replicas: in the order of their peers' ids, in which stage-mates add what they bring. The last digits of an
@@ -155,8 +167,7 @@ def end_round(replicas: Sequence[StageTrainer]) -> None:
     """
     brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples) for trainer in replicas]
     averages = _mean(brought) if len(brought) > 1 else brought[0][0]  # a peer without stage-mates takes its own
-    for trainer in replicas:
-        trainer.apply(averages)
+    return [trainer.apply(averages) for trainer in replicas]
 
 
 def _mean(brought: Sequence[tuple[Sequence[torch.Tensor], int]]) -> list[torch.Tensor]:
@@ -183,16 +194,28 @@ def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iter
 
 
 def train(baseline: Baseline, cache_dir: Path | None = None) -> Iterator[MetricsLine]:
-    """Train on a sample stream of its own, yielding the line of metrics.jsonl after each optimizer step."""
+    """Train on a sample stream of its own, yielding the line of metrics.jsonl after each optimizer step.
+
+    Raises:
+        SwarmError: the weights have diverged
+    """
     manifest = baseline.manifest
     training = manifest.training
     held_out = validation_samples(manifest, training.validation_samples, cache_dir)
     batches = microbatches_of(sample_stream(manifest, STREAM_ID, cache_dir), manifest)
     for optimizer_step in range(1, training.steps + 1):
         begin = time.monotonic()
-        loss, samples = baseline.train_step(next(batches))
+        with _diverging(optimizer_step):
+            loss, samples = baseline.train_step(next(batches))
+        _check_finite(loss, "loss", optimizer_step)
+        if baseline.num_missed >= UPDATES_MISSED:
+            raise _diverged(optimizer_step, f"no gradient of the last {baseline.num_missed} steps is finite")
         seconds = time.monotonic() - begin
-        due = training.validates_at(optimizer_step)
+        validation = None
+        if training.validates_at(optimizer_step):
+            with _diverging(optimizer_step):
+                validation = ValidationLoss(baseline.evaluate(held_out), len(held_out))
+            _check_finite(validation.loss, "validation loss", optimizer_step)
         yield metrics_line(
             optimizer_step=optimizer_step,
             round_number=optimizer_step,  # the run never goes back
@@ -201,5 +224,24 @@ def train(baseline: Baseline, cache_dir: Path | None = None) -> Iterator[Metrics
             seconds=seconds,
             sequence_length=manifest.data.sequence_length,
             peers=[1] * manifest.stages.count,
-            validation=ValidationLoss(baseline.evaluate(held_out), len(held_out)) if due else None,
+            validation=validation,
         )
+
+
+@contextmanager
+def _diverging(optimizer_step: int) -> Iterator[None]:
+    """Tell of numbers that one stage could not send to the next."""
+    try:
+        yield
+    except (InvalidMessage, OverflowError) as error:
+        raise _diverged(optimizer_step, str(error)) from error
+
+
+def _check_finite(loss: float, name: str, optimizer_step: int) -> None:
+    if not abs(loss) <= MAX_LOSS:
+        raise _diverged(optimizer_step, f"the {name} is {loss:.3g}")
+
+
+def _diverged(optimizer_step: int, reason: str) -> SwarmError:
+    what = f"the weights have diverged: at optimizer step {optimizer_step}, {reason}"
+    return SwarmError(f"{what}; begin anew, with a lower learning rate")

@@ -65,6 +65,11 @@ class Beginning:
             self.reached = max(self.reached, known.reached())
         return True
 
+    def begin_anew(self, timeline: Timeline, now_s: float) -> None:
+        """Have the run go on from another timeline, by this coordinator's will: what it had come to is void."""
+        self._void, self.reached, self.told = max(self._void, self.reached), (0, 0), (0, 0)
+        self.timeline, self.begun_s = timeline, max(int(now_s), self.begun_s + 1)  # others believe the newer one
+
     def has_begun_after(self, unix_s: float) -> bool:
         """Whether somebody is known to have begun or resumed the run after this time."""
         return self.is_known and self.begun_s > unix_s

@@ -22,7 +22,7 @@ from coordinator.run.show import shown
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import temporary_node
-from coordinator.watch.run_file import write_run_file
+from coordinator.watch.run_file import run_file_written
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -87,11 +87,12 @@ async def _run(
     manifest, output = resolved.manifest, options.output
     async with temporary_node(Entrance()) as dht:
         with (
-            open_loggers(log_to, manifest, output, options.resume) as on_line,
+            run_file_written(output, dht.identity.peer_id, manifest, options.promises),
+            open_loggers(log_to, manifest, output, options.resume, options.promises) as on_line,
             LiveView(manifest.training.steps) as live,
         ):
-            write_run_file(output, dht.identity.peer_id, manifest)
-            service = RunService(resolved, dht, options, events=RunEvents(on_update=live.update, on_line=on_line))
+            events = RunEvents(on_update=live.update, on_line=on_line, on_event=live.tell)
+            service = RunService(resolved, dht, options, events=events)
             peers = LocalPeers(dht.addresses, peers_by_stage, output, devices=devices, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
                 for line in notes_at_start(manifest, options.plan, devices, torch.cuda.device_count()):

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from coordinator.watch.promises import Promises
 from swarm_peer.cli import as_lines
 from swarm_peer.errors import SwarmError
 
@@ -21,12 +22,15 @@ OLD_FILES = 2
 
 
 @contextmanager
-def logged_to(output: Path) -> Iterator[None]:
+def logged_to(output: Path, promises: Promises) -> Iterator[None]:
     """While the context is open, write log lines from level info on to a file in this folder, also those not printed.
 
     The error that ends the context is written there as well.
+
+    Args:
+        promises: told if lines are lost
     """
-    file = _LogFile(output / LOG_FILE, maxBytes=MAX_BYTES, backupCount=OLD_FILES, encoding="utf-8", delay=True)
+    file = _LogFile(output / LOG_FILE, promises)
     root, level = logging.getLogger(), logging.getLogger().level
     as_lines(file, logging.INFO)
     root.addHandler(file)
@@ -52,10 +56,14 @@ def logged_to(output: Path) -> Iterator[None]:
 class _LogFile(RotatingFileHandler):
     """Says once that the file cannot be written to, rather than with a traceback for each line."""
 
-    _has_failed = False
+    def __init__(self, path: Path, promises: Promises):
+        super().__init__(path, maxBytes=MAX_BYTES, backupCount=OLD_FILES, encoding="utf-8", delay=True)
+        self._promises = promises
+        self._has_failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Tell of the first line that is lost."""
+        self._promises.broken(f"{LOG_FILE} lacks lines", sys.exc_info()[1])
         if not self._has_failed:
             self._has_failed = True
             log.warning("log_not_kept path=%s reason=%s", self.baseFilename, sys.exc_info()[1])

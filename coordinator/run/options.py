@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from swarm_peer.config import CHECKPOINTS, LOGS, NETWORK, Addresses
+
+# How a run goes on whose weights have diverged.
+OnDivergence = Literal["end", "rewind"]
 
 
 @dataclass(frozen=True, kw_only=True)

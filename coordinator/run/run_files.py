@@ -14,6 +14,7 @@ from coordinator.watch.ending import ENDED_BY_OPERATOR
 from coordinator.watch.happenings import EventKind
 from coordinator.watch.journal import Journal, read_events
 from coordinator.watch.metrics_file import MetricsFile, MetricsLine
+from coordinator.watch.promises import Promises
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -30,6 +31,7 @@ class RunFiles:
         journal: of this folder, not begun yet
         contributions: of this folder, not begun yet
         on_line: called for each line that is new in metrics.jsonl
+        promises: told of what is not in the files when they are closed
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RunFiles:
         contributions: Contributions,
         clock: Clock,
         on_line: Callable[[MetricsLine], None],
+        promises: Promises,
     ):
         self._metrics = MetricsFile(folder, resume, clock.unix_s)
         self._num_returns = 0
@@ -49,6 +52,7 @@ class RunFiles:
         self._contributions = contributions
         self._clock = clock
         self._on_line = on_line
+        self._promises = promises
         # Peers tell of earlier rounds once more, after a restart.
         contributions.begin(resume, round_number=self._metrics.round_number)
         is_known = journal.begin(
@@ -113,10 +117,20 @@ class RunFiles:
         """Write down an event that looking at the peers does not show."""
         self._journal.tell(kind, text, self._clock.unix_s())
 
+    def optimizer_step_at(self, seconds_ago: float) -> int:
+        """The optimizer step of the last line of metrics.jsonl that had been written by then."""
+        return self._metrics.optimizer_step_at(self._clock.unix_s() - seconds_ago)
+
     def close(self) -> None:
-        """Close the files; everything is in them already."""
-        self._contributions.save(self._clock.unix_s())
-        self._metrics.close()
+        """Close the files. Everything is in them already, unless the disk did not take it."""
+        files = {
+            "metrics.jsonl lacks lines": self._metrics.close(),
+            "events.jsonl lacks lines": self._journal.close(),
+            "contributions.json was not kept": self._contributions.save(self._clock.unix_s()),
+        }
+        for what, why_not in files.items():
+            if why_not:
+                self._promises.broken(what, why_not)
 
 
 def note_end(folder: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
+from coordinator.run.options import OnDivergence
 from coordinator.watch.journal import has_ended
 from coordinator.watch.metrics_file import METRICS, last_step
+from coordinator.watch.promises import Promises
 from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -91,6 +93,8 @@ class RunOptions:
         min_replicas: peers that each stage keeps while one of them moves elsewhere; None to move no peer
         standby: leave the run to another coordinator for as long as there is one
         dashboard: host and port of the page that shows the run; None for no page
+        on_divergence: when its weights have diverged, the run ends, or goes back to its last good checkpoint once
+        promises: collects what was asked for and not done
     """
 
     output: Path
@@ -100,6 +104,19 @@ class RunOptions:
     min_replicas: int | None = 1
     standby: bool = False
     dashboard: tuple[str, int] | None = None
+    on_divergence: OnDivergence = "end"
+    promises: Promises = field(default_factory=Promises)
+
+    def check_divergence(self) -> None:
+        """Check that there are checkpoints to go back to, if the run is to go back to one.
+
+        Raises:
+            UserError: none is written
+        """
+        if self.on_divergence == "rewind" and self.plan.store is None:
+            raise UserError(
+                "--on-divergence rewind goes back to a checkpoint, and none is written: add --checkpoint-every N"
+            )
 
     def check_output(self, manifest: RunManifest) -> None:
         """Check the folder for a run; see `check_output`."""

@@ -14,6 +14,7 @@ from anyio import to_thread
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.config_files import changed_settings
 from coordinator.run.addresses import PEERS, KnownPeers
+from coordinator.run.divergence import Diverged
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.log_file import logged_to
@@ -27,7 +28,7 @@ from coordinator.watch.ending import FINISHED
 from coordinator.watch.live import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
-from coordinator.watch.run_file import CHECKPOINTS, write_run_file
+from coordinator.watch.run_file import CHECKPOINTS, run_file_written
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -48,6 +49,8 @@ log = logging.getLogger(__name__)
 MOST_CHANGED = 4
 # Of a standby, below its output.
 STANDBY_IDENTITY = "standby-identity"
+TELLING = f"Telling all peers and standbys that the run is over, for at least {LINGER_S:.0f} s."
+NOT_TOLD = "the files with the addresses of the run are not those of now"
 
 
 def run_serve(
@@ -59,7 +62,7 @@ def run_serve(
         UserError: a folder, key, address or run that does not fit the others
     """
     options.check_output(resolved.manifest)
-    with closing(lock_folder(options.output)), logged_to(options.output):
+    with closing(lock_folder(options.output)), logged_to(options.output, options.promises):
         key_path = node.identity_path or options.output / KEY
         if options.standby:
             _check_standby(key_path, node.initial_peers, options.plan)
@@ -104,9 +107,10 @@ async def _serve_on(
     log_to: Sequence[LoggerName],
 ) -> None:
     """Show and serve the run on a node that has joined its DHT."""
-    manifest = resolved.manifest
+    manifest, promises = resolved.manifest, options.promises
     with (
-        open_loggers(log_to, manifest, options.output, resume=True) as on_line,
+        run_file_written(options.output, run_key.peer_id, manifest, promises),
+        open_loggers(log_to, manifest, options.output, resume=True, promises=promises) as on_line,
         LiveView(manifest.training.steps) as live,
     ):
         way_in = WayIn(
@@ -127,10 +131,14 @@ async def _serve_on(
             # The view comes first, since a full disk stops the other.
             live.update(watch)
             # This machine may have moved to another network, or heard how others see it; and peers come and go.
-            way_in.tell(service.lasting_peers.addresses)
+            try:
+                way_in.tell(service.lasting_peers.addresses)
+                promises.kept(NOT_TOLD)
+            except OSError as error:
+                promises.broken(NOT_TOLD, error)
+                raise
 
-        events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line)
-        write_run_file(options.output, run_key.peer_id, manifest)
+        events = RunEvents(on_ready=on_ready, on_update=on_update, on_line=on_line, on_event=live.tell)
         service = RunService(resolved, dht, options, events=events, run_key=run_key)
         if node.metrics_port is not None:
             count_logged_errors(service.metrics.registry)
@@ -261,15 +269,24 @@ async def _serve(service: RunService, options: RunOptions) -> None:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
+                options.promises.stops_early()
                 print(f"This coordinator stops. {_what_now(service, options, is_saved=is_saved)}", flush=True)
                 tasks.cancel_scope.cancel()
                 return
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop_on_signal)
-        if is_saved := await service.run():
+        try:
+            is_saved = await service.run()
+        except Diverged as error:
+            if not error.is_told:
+                print(f"The run ends: {error.reason}.", flush=True)
+                print(TELLING, flush=True)
+                await service.end(error.reason)
+            raise
+        if is_saved:
             print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
-            print(f"Telling all peers and standbys that the run is over, for at least {LINGER_S:.0f} s.", flush=True)
+            print(TELLING, flush=True)
             await service.end()
         else:
             print(f"The run has ended: {service.ended}.", flush=True)

@@ -15,16 +15,18 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
-from coordinator.checkpoints.export import export_states
-from coordinator.checkpoints.fetching import fetch_states
-from coordinator.checkpoints.giver import CheckpointGiver
+from coordinator.checkpoints.export import NO_TOKENIZER, export_states
+from coordinator.checkpoints.fetching import fetch_states, newest_position
+from coordinator.checkpoints.folder import Checkpoint, Fits
+from coordinator.checkpoints.giver import CheckpointGiver, tell_changes
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.state_receiver import StateReceiver
-from coordinator.checkpoints.writer import CheckpointWriter
+from coordinator.checkpoints.writer import CheckpointWriter, Duty
 from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
+from coordinator.run.divergence import DIVERGED, Diverged, Divergence
 from coordinator.run.events import NO_EVENTS, RunEvents
 from coordinator.run.invites import InviteBook
 from coordinator.run.lasting_peers import LastingPeers
@@ -40,10 +42,12 @@ from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.standstill import in_words
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.scratch import scratch_folder
@@ -80,7 +84,7 @@ class RunService:
         run_key: names the run and signs for it; this node's identity if not given
 
     Attributes:
-        ended: why, if the run has been ended by another coordinator or its operator
+        ended: why the run has ended before its model was saved here, if it has
         journal: what has happened to the run
         contributions: which peer has given how much to it
         lasting_peers: the peers that invites name beside the coordinator
@@ -100,7 +104,7 @@ class RunService:
         self.resolved = resolved
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
-        self.journal = Journal(options.output, dht.passes.is_revoked)
+        self.journal = Journal(options.output, dht.passes.is_revoked, events.on_event)
         self.contributions = Contributions(options.output)
         self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
         self.ended: str | None = None
@@ -113,6 +117,9 @@ class RunService:
         self._rebalancer_term: Term | None = None
         self._writer: CheckpointWriter | None = None
         self._beginning = Beginning(dht, self._run_id, self._context.clock.unix_s())
+        self._divergence = Divergence(
+            options=options, manifest=resolved.manifest, watch=self.watch, threads=self._context.threads
+        )
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
@@ -137,6 +144,8 @@ class RunService:
 
         Raises:
             UserError: the model could not be saved in that folder
+            Diverged: the run has to end, and its peers are to be told, since its weights have diverged; or another
+                coordinator has ended it for that
             SwarmError: libp2p's daemon has died, or the run was ended before its model was saved
         """
         self._options.check_output(self.manifest)
@@ -148,23 +157,64 @@ class RunService:
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(self._dht.watch)
-                await self._find_beginning(transport, tasks, files, scratch)
+                giver = await self._find_beginning(transport, tasks, files, scratch)
                 coordination = await self._begin(transport, tasks, files)
                 was_saved = was_saved and not self._beginning.has_begun_after(files.written_s)
-                saved = False
+                saved, failure = False, None
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
-                    # Too few peers may be left to tell that all steps are done.
-                    if coordination.acts and (was_saved or self.watch.has_finished):
-                        saved = was_saved or await self._export(transport)
+                    try:
+                        # Too few peers may be left to tell that all steps are done.
+                        if coordination.acts and (was_saved or self.watch.has_finished):
+                            saved = was_saved or await self._export(transport, files)
+                        elif coordination.acts:
+                            await self._look_for_divergence(giver, files)
+                    except Diverged as error:
+                        self.ended, failure = error.reason, error
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
                 if saved:
                     await self._finish_checkpoint()
                 files.tell("ended", "The run has made all its steps." if saved else f"The run has ended: {self.ended}.")
+                if failure is None and (self.ended or "").startswith(DIVERGED):
+                    failure = await self._divergence.failure(self._beginning.timeline, self._fits(files))
                 tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
         if not saved and coordination.acts and self.watch.has_finished and self.ended != FINISHED:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
+
+    async def _look_for_divergence(self, giver: CheckpointGiver, files: RunFiles) -> None:
+        """Have the run go back to its last good checkpoint if its weights have diverged.
+
+        Raises:
+            Diverged: it has to end
+        """
+        if (found := self._divergence.found()) is None:
+            return
+        step = self.watch.shown_step
+        if found.trouble is not Trouble.DIVERGED:  # it has made steps since, in vain
+            step = min(step, files.optimizer_step_at(self.watch.seen_s - found.since_s))
+        checkpoint = await self._divergence.choose(found, self._beginning.timeline, step, self._fits(files))
+        try:
+            await self._go_back(checkpoint, giver, files)
+        except UserError as error:
+            why = f"{in_words(found)}; and it cannot go back, since {error}"
+            raise await self._divergence.failure(self._beginning.timeline, self._fits(files), why) from error
+
+    async def _go_back(self, checkpoint: Checkpoint, giver: CheckpointGiver, files: RunFiles) -> None:
+        """Have the run go on from a checkpoint: the peers of stage 0 find that, and have the others follow."""
+        newest = max(newest_position(self.watch.view).round_number, self.watch.round_number + 1)
+        timeline = await giver.resume(checkpoint, newest)
+        note_resumed(self._options.output, checkpoint, timeline)
+        self._beginning.begin_anew(timeline, self._context.clock.unix_s())
+        await self._publish_run()
+        back = f"goes back to its checkpoint of optimizer step {checkpoint.optimizer_step}"
+        files.tell("rewound", f"The run's weights have diverged, and it {back}.")
+        log.warning("run_goes_back optimizer_step=%d path=%s", checkpoint.optimizer_step, checkpoint.path)
+
+    def _fits(self, files: RunFiles) -> Fits:
+        return partial(self._is_of_run, files)
 
     async def _finish_checkpoint(self) -> None:
         """Give the last checkpoint some time: the run may go on from it later, and its peers are still there."""
@@ -181,13 +231,17 @@ class RunService:
             contributions=self.contributions,
             clock=self._context.clock,
             on_line=self._events.on_line,
+            promises=self._options.promises,
         )
 
-    async def _find_beginning(self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path) -> None:
+    async def _find_beginning(
+        self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path
+    ) -> CheckpointGiver:
         """Find out or decide where the run begins, and give checkpoints to its peers from now on."""
         plan, giver = self._options.plan, CheckpointGiver(self.manifest, self._context, scratch)
         if plan.resume is not None:
             self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
+            tell_changes(plan.resume, self.manifest)
             note_resumed(self._options.output, plan.resume, self._beginning.timeline)
         else:
             await self._beginning.find()
@@ -199,14 +253,14 @@ class RunService:
         self.watch.begun_at = max(self._beginning.reached[1], self._beginning.timeline.first_optimizer_step)
         await transport.serve(giver.dispatcher)
         if plan.store is not None:
-            fits = partial(self._is_of_run, files)
-            tasks.start_soon(giver.give_when_lost, transport, plan.store, fits, self.watch)
+            tasks.start_soon(giver.give_when_lost, transport, plan.store, self._fits(files), self.watch)
+        return giver
 
     async def _give_again(self, giver: CheckpointGiver, files: RunFiles) -> None:
         while not self._beginning.is_known:  # noqa: ASYNC110 (nobody tells when the DHT has its record again)
             await anyio.sleep(RUN_LOOK_S)
-        fits = partial(self._is_of_run, files)
-        await giver.give_again(self._options.output, self._beginning.timeline, self._options.plan.store, fits)
+        store = self._options.plan.store
+        await giver.give_again(self._options.output, self._beginning.timeline, store, self._fits(files))
 
     def _is_of_run(self, files: RunFiles, optimizer_step: int, round_number: int) -> bool:
         """Whether the run has come to a step in a round since it was begun or resumed, and has not gone back since."""
@@ -233,14 +287,22 @@ class RunService:
                 directory=self._directory,
                 threads=self._context.threads,
                 rng=self._context.random.stream("checkpoints"),
-                acts=lambda: coordination.acts,
-                tell=partial(files.tell, "checkpoint"),
+                duty=Duty(
+                    acts=lambda: coordination.acts,
+                    is_led_by_other=lambda: self._is_led_by_other(coordination),
+                    begun_at=self.watch.begun_at,
+                    tell=partial(files.tell, "checkpoint"),
+                    promises=self._options.promises,
+                ),
             )
             tasks.start_soon(self._writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
         tasks.start_soon(self._look_for_end)
         tasks.start_soon(self._directory.keep_revoked_out, RUN_LOOK_S)
         return coordination
+
+    def _is_led_by_other(self, coordination: Coordination) -> bool:
+        return coordination.term is not None and coordination.term.coordinator != self._dht.identity.peer_id
 
     async def _look_at_run(self, files: RunFiles, coordination: Coordination) -> None:
         """Take in what the DHT says now, write it down, and move peers if this coordinator is the one that acts."""
@@ -318,15 +380,17 @@ class RunService:
     async def _look_for_end(self) -> None:
         self.ended = await wait_for_end(self._dht, self._run_id, lambda: self.watch.has_finished)
 
-    async def end(self) -> None:
-        """Tell the peers, and other coordinators, that the run is finished, and wait until they have gone."""
+    async def end(self, reason: str = FINISHED) -> None:
+        """Tell the peers, and other coordinators, that the run is over, and wait until they have gone."""
         begun_s, least_s = self.begun_s, LINGER_S
         farewell = await see_off(
-            self._dht, self._directory, self.manifest, self._run_key, FINISHED, begun_s=begun_s, least_s=least_s
+            self._dht, self._directory, self.manifest, self._run_key, reason, begun_s=begun_s, least_s=least_s
         )
         if not farewell.is_told or farewell.left:
             why = f"{farewell.left} peers are left" if farewell.is_told else "the DHT does not take it"
             log.error("run_not_ended reason=%s: have the peers leave with swarm-coordinator end", why)
+            told = f"{why}: have the peers leave with swarm-coordinator end"
+            self._options.promises.broken("not all peers know that the run is over", told)
 
     async def _publish_run(self) -> None:
         """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""
@@ -352,15 +416,22 @@ class RunService:
             if await self._beginning.learn():
                 await self._publish_run()
 
-    async def _export(self, transport: Transport) -> bool:
-        """Save the model, if peers give their states and the disk takes it; returns whether it is saved."""
+    async def _export(self, transport: Transport, files: RunFiles) -> bool:
+        """Save the model, if peers give their states and the disk takes it; returns whether it is saved.
+
+        Raises:
+            Diverged: the peers of a stage have no weights that are finite
+        """
+        receiver = StateReceiver(self.resolved, self._context.threads, self.model_folder, only_weights=True)
         try:
             min_round, rng = self.watch.round_number + 1, self._context.random.stream("states")
-            receiver = StateReceiver(self.resolved, self._context.threads, self.model_folder, only_weights=True)
             states = await fetch_states(transport, self._directory, self.resolved, receiver, min_round, rng)
         except SwarmError as error:
             log.warning("model_not_saved reason=%s", error)
             forget_frames(error)
+            if receiver.has_met_broken:  # each peer of the stage was asked many times
+                why = "the weights after its last step are not finite"
+                raise await self._divergence.failure(self._beginning.timeline, self._fits(files), why) from None
             await anyio.sleep(NOT_WRITTEN_PAUSE_S if isinstance(error, NoRoom) else 0)
             return False
         if states[0].optimizer_step < self.manifest.training.steps:
@@ -369,7 +440,9 @@ class RunService:
             return False
         cache_dir = self._options.cache_dir
         try:
-            await self._context.threads.run(export_states, self.resolved, states, self.model_folder, cache_dir)
+            export = partial(export_states, self.resolved, states, self.model_folder, cache_dir)
+            if why_not := await self._context.threads.run(export):
+                self._options.promises.broken(NO_TOKENIZER, why_not)
         except NotWritten as error:
             del states  # their room is free before they are downloaded anew
             forget_frames(error)

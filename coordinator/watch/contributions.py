@@ -92,11 +92,10 @@ class Contributions:
         if abs(now_s - self._saved_s) > SAVE_S:  # the clock may be set back
             self.save(now_s)
 
-    def save(self, now_s: float) -> None:
-        """Write down what is known."""
+    def save(self, now_s: float) -> str:
+        """Write down what is known; returns why that was not possible, or nothing."""
         self._saved_s = now_s
-        if self._file is not None and self._is_writer:
-            self._file.write(_FILE.dump_json(self.given))
+        return self._file.write(_FILE.dump_json(self.given)) if self._file is not None and self._is_writer else ""
 
     def _given(self, peer: PeerView, now_s: float) -> Given:
         known = self.given.get(peer.peer_id)

@@ -8,7 +8,9 @@ from typing import Literal, TypedDict
 
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.standstill import in_words, who_is
 from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 
 EventKind = Literal[
@@ -19,6 +21,9 @@ EventKind = Literal[
     "stage_empty",
     "stage_served",
     "rewound",
+    "stands_still",
+    "goes_on",
+    "trouble",
     "checkpoint",
     "coordinator",
     "started",
@@ -29,6 +34,9 @@ MOVING_S = 10.0
 # Peers that are gone and may only have been out of sight.
 MAX_GONE = 1024
 MAX_TEXT = 400
+# While the run stands still, the newest cause is told so often; a peer that comes into trouble again and again, no more
+# often either.
+TELL_AGAIN_S = 600.0
 
 
 class Event(TypedDict):
@@ -119,6 +127,9 @@ class Happenings:
         self._term: Term | None = None
         self._optimizer_step, self._round_number = optimizer_step, round_number
         self._num_returns = 0
+        self._stands: tuple[int, Trouble | None] | None = None  # in which stage, and why, as it was told last
+        self._stands_told_s = 0.0
+        self._troubles: dict[str, tuple[Trouble, float]] = {}  # the last one that was told, and when, by peer
         known = list(known)
         self._is_known = bool(known)
         for event in standing(known):
@@ -139,6 +150,8 @@ class Happenings:
             *self._departures(watch, now_s),
             *self._stages(watch, now_s),
             *self._rewinds(watch, now_s),
+            *self._standstill(watch, now_s),
+            *self._trouble(watch, now_s),
         ]
 
     def _coordinator(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
@@ -245,6 +258,37 @@ class Happenings:
         if begun_from < before:
             text = f"The run has gone back from optimizer step {before} to {begun_from}, and trains these steps again."
             yield make_event("rewound", text, now_s)
+
+    def _standstill(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
+        found = watch.standstill
+        if found is None:
+            if self._stands is not None and watch.view.peers:
+                self._stands = None
+                yield make_event("goes_on", "The run goes on.", now_s)
+            return
+        stands = found.stage, found.trouble
+        if stands != self._stands or abs(now_s - self._stands_told_s) > TELL_AGAIN_S:  # the clock may be set back
+            self._stands, self._stands_told_s = stands, now_s
+            yield make_event("stands_still", f"The run stands still: {in_words(found)}.", now_s, stage=found.stage)
+
+    def _trouble(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
+        """Tell of peers in trouble, but for those that the run stands still for, which has been told."""
+        in_trouble = set[str]()
+        for peer in watch.troubled:
+            in_trouble.add(peer.peer_id)
+            told, told_s = self._troubles.get(peer.peer_id, (None, 0.0))
+            is_told = told is peer.trouble or (told is not None and abs(now_s - told_s) < TELL_AGAIN_S)
+            is_of_standstill = watch.standstill is not None and watch.standstill.stage == peer.stage
+            if peer.trouble is None or is_told or is_of_standstill:
+                continue
+            self._troubles[peer.peer_id] = peer.trouble, now_s
+            text = f"{who_is(peer)} of stage {peer.stage} is in trouble: {peer.note}."
+            yield make_event("trouble", text, now_s, stage=peer.stage, peer=peer.peer_id, name=peer.name)
+        self._troubles = {
+            peer_id: known
+            for peer_id, known in self._troubles.items()
+            if peer_id in in_trouble or abs(now_s - known[1]) < TELL_AGAIN_S
+        }
 
 
 def _who(name: str, peer_id: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -70,17 +71,25 @@ class Journal:
     Args:
         folder: of the run; None to keep them in memory alone
         is_revoked: see Happenings
+        on_event: called with each event that is new
 
     Attributes:
         newest: the last events, the oldest of them first
         num_events: how many have been told or read so far
     """
 
-    def __init__(self, folder: Path | None = None, is_revoked: Callable[[str], bool] = lambda _: False):
+    def __init__(
+        self,
+        folder: Path | None = None,
+        is_revoked: Callable[[str], bool] = lambda _: False,
+        on_event: Callable[[Event], None] = lambda _: None,
+    ):
         self._is_revoked = is_revoked
+        self._on_event = on_event
         self._path = None if folder is None else folder / EVENTS
         self._happenings: Happenings | None = None
-        self._has_failed = False
+        self._failure = ""
+        self._unwritten: deque[Event] = deque(maxlen=NEWEST_KEPT)  # the disk has not taken them so far
         self._is_cut = False  # the last line may be there in part
         self.newest: deque[Event] = deque(maxlen=NEWEST_KEPT)
         self.num_events = 0
@@ -133,19 +142,38 @@ class Journal:
 
     def _add(self, events: Sequence[Event]) -> None:
         self._remember(events)
-        if not events or self._path is None:
+        for event in events:
+            self._on_event(event)
+        if self._path is not None:
+            self._unwritten.extend(events)
+            self._write(self._path)
+
+    def close(self) -> str:
+        """Write the events that the disk has not taken so far, if it takes them now; returns why not, or nothing."""
+        if self._path is not None:
+            self._write(self._path)
+        return self._failure if self._unwritten else ""
+
+    def _write(self, path: Path) -> None:
+        if not self._unwritten:
             return
+        begun_at: int | None = None
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with path.open("a", encoding="utf-8") as file:
+                begun_at = file.tell()
                 if self._is_cut:
                     file.write("\n")
-                file.writelines(json.dumps(event) + "\n" for event in events)
+                file.writelines(json.dumps(event) + "\n" for event in self._unwritten)
                 num_bytes = file.tell()
-            self._is_cut = False
+            begun_at, self._is_cut = None, False
+            self._unwritten.clear()
             if num_bytes > MAX_BYTES:
                 self._shorten()
         except OSError as error:
             self._fail(error)
+            if begun_at is not None:  # what is there in part would come twice
+                with suppress(OSError):
+                    os.truncate(path, begun_at)
 
     def _remember(self, events: Sequence[Event]) -> None:
         self.newest.extend(events)
@@ -164,6 +192,6 @@ class Journal:
 
     def _fail(self, error: OSError) -> None:
         self._is_cut = True
-        if not self._has_failed:  # a full disk would fail at each look
-            self._has_failed = True
+        if not self._failure:  # a full disk would fail at each look
             log.warning("events_not_written path=%s reason=%s", self._path, error.strerror)
+        self._failure = error.strerror or str(error)

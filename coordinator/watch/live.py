@@ -11,12 +11,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.watch.happenings import Event
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.standstill import how_long, in_words
 from swarm_peer.policy.view import PeerView
 
 # Seconds between lines where the output is no terminal.
 PLAIN_LINE_S = 5.0
+# Events that are told on the terminal as they happen; the view shows what the others come to.
+TOLD = frozenset({"stands_still", "goes_on", "trouble"})
 
 
 class LiveView:
@@ -54,6 +58,11 @@ class LiveView:
         """Print above the view without breaking lines: a command in two lines cannot be copied."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
+    def tell(self, event: Event) -> None:
+        """Print an event that people have to know of."""
+        if event["kind"] in TOLD:
+            self.print(f"{_now()}  {event['text']}")
+
     def update(self, watch: RunWatch) -> None:
         """Show the run as it is now."""
         if watch.lines and watch.optimizer_step < self._last_step:
@@ -79,8 +88,12 @@ class LiveView:
             return
         self._printed_at, self._printed_step = time.monotonic(), watch.shown_step
         peers = ",".join(str(len(watch.view.in_stage(stage))) for stage in range(watch.view.num_stages))
-        now = time.strftime("%Y-%m-%d %H:%M:%S")  # such lines go to a file, which its user reads the next morning
-        self.print("  ".join([now, _step(watch), *_figures(watch), f"peers {peers}"]))
+        self.print("  ".join([_now(), _step(watch), *_figures(watch), f"peers {peers}"]))
+
+
+def _now() -> str:
+    """The time for lines that go to a file, which its user reads the next morning."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def run_table(watch: RunWatch) -> Table:
@@ -145,7 +158,9 @@ def _coordination(watch: RunWatch) -> str:
     """The stages that the run waits for, the coordinator's last decision, and the moves that are under way."""
     # A coordinator that is started again may not have seen the peers of its run yet.
     empty = watch.view.empty_stages() if watch.view.peers or not watch.shown_step else []
-    lines = [_waits(empty)] if empty else []
+    lines = [_waits(empty)] if empty else _waits_to_begin(watch)
+    if (found := watch.standstill) is not None:
+        lines.append(f"the run stands still, for {how_long(found, watch.seen_s)}: {in_words(found)}")
     if watch.coordination is not None:
         _, record = watch.coordination
         lines += [f"rebalancing: {plain_text(record.reason, 300)}"] if record.reason and not empty else []
@@ -158,6 +173,15 @@ def _coordination(watch: RunWatch) -> str:
 
 def _waits(empty: Sequence[int]) -> str:
     return f"the run waits: nobody serves stage {', '.join(map(str, empty))}"
+
+
+def _waits_to_begin(watch: RunWatch) -> list[str]:
+    """That the first round waits for more peers, if it does."""
+    wanted = watch.manifest.stages.peers_to_start
+    few = [stage for stage in range(watch.view.num_stages) if len(watch.view.serving(stage)) < wanted]
+    if not few or watch.shown_step or watch.current_samples or watch.current_round:
+        return []
+    return [f"the run begins once each stage has {wanted} peers; stage {', '.join(map(str, few))} has fewer"]
 
 
 def _step(watch: RunWatch) -> str:

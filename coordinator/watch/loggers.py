@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coordinator.watch.metrics_file import MetricsLine
+from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 
@@ -176,7 +177,11 @@ def check_installed(names: Iterable[LoggerName]) -> None:
 
 @contextlib.contextmanager
 def open_loggers(
-    names: Iterable[LoggerName], manifest: RunManifest, output: Path, resume: bool = False
+    names: Iterable[LoggerName],
+    manifest: RunManifest,
+    output: Path,
+    resume: bool = False,
+    promises: Promises | None = None,
 ) -> Iterator[Callable[[MetricsLine], None]]:
     """Open these loggers for a run, and yield a function that takes each new line, never waits and never raises.
 
@@ -185,15 +190,18 @@ def open_loggers(
     Args:
         output: folder of metrics.jsonl
         resume: the run goes on from an earlier start
+        promises: told of what is lost
 
     Raises:
         UserError: a logger cannot begin
     """
+    promises = promises or Promises()
     names = list(dict.fromkeys(names))
     check_installed(names)
     with contextlib.ExitStack() as stack:
         loggers = [
-            stack.enter_context(BackgroundLogger(name, LOGGERS[name](manifest, output, resume))) for name in names
+            stack.enter_context(BackgroundLogger(name, LOGGERS[name](manifest, output, resume), promises))
+            for name in names
         ]
 
         def write(line: MetricsLine) -> None:
@@ -206,15 +214,16 @@ def open_loggers(
 class BackgroundLogger:
     """A context manager that feeds a logger from a thread."""
 
-    def __init__(self, name: str, logger: StepLogger):
+    def __init__(self, name: str, logger: StepLogger, promises: Promises):
         self._name = name
         self._logger = logger
+        self._promises = promises
         self._lines: queue.SimpleQueue[MetricsLine | None] = queue.SimpleQueue()
         # A daemon: a logger that hangs must not keep the process.
         self._thread = threading.Thread(target=self._work, name=f"log-{name}", daemon=True)
         self._num_refused = 0  # counted by the thread
         self._num_dropped = 0  # counted by the writer
-        self._has_warned = False
+        self._failure = ""  # the newest one
 
     @property
     def num_lost(self) -> int:
@@ -237,9 +246,13 @@ class BackgroundLogger:
         self._lines.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            log.warning("log_unfinished logger=%s reason=it did not end in %.0f s", self._name, CLOSE_S)
+            self._failure = f"it did not end in {CLOSE_S:.0f} s"
+            log.warning("log_unfinished logger=%s reason=%s", self._name, self._failure)
         if self.num_lost:
             log.warning("log_incomplete logger=%s lost_lines=%d", self._name, self.num_lost)
+        if self._failure:
+            lost = f"{self.num_lost} lines" if self.num_lost else "its end"
+            self._promises.broken(f"--log-to {self._name} lacks {lost}", self._failure)
 
     def _work(self) -> None:
         while (line := self._lines.get()) is not None:
@@ -256,6 +269,6 @@ class BackgroundLogger:
         return True
 
     def _warn_once(self, reason: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning("log_failed logger=%s reason=%s; the run goes on", self._name, " ".join(reason.split()))
+        was_well, self._failure = not self._failure, " ".join(reason.split())
+        if was_well:
+            log.warning("log_failed logger=%s reason=%s; the run goes on", self._name, self._failure)

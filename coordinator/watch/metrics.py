@@ -63,6 +63,9 @@ class CoordinatorMetrics:
             "steps_since_checkpoint",
             "Optimizer steps that no checkpoint of this coordinator has; 0 while another coordinator writes them",
         )
+        self._standstill = gauge(
+            "standstill_seconds", "For how long the run has stood still; without a value while it goes on", "trouble"
+        )
         show_disk(registry, "swarm_run", output)
         self._moves = Counter(
             "swarm_run_moves", "Moves between stages that this coordinator has assigned", registry=registry
@@ -98,6 +101,9 @@ class CoordinatorMetrics:
         for stage in range(watch.manifest.stages.count):
             self._update_stage(watch, stage)
         self._update_checkpoint(watch)
+        self._standstill.clear()
+        if (found := watch.standstill) is not None:
+            self._standstill.labels(found.kind).set(watch.seen_s - found.since_s)
         self.targets = json.dumps(scrape_targets(watch.view, is_local=self._is_local))
 
     def _update_stage(self, watch: RunWatch, stage: int) -> None:

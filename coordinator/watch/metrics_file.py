@@ -121,6 +121,7 @@ class MetricsFile:
         self._unix_s = unix_s
         self._path = folder / METRICS
         self._is_whole = True  # the file has all lines, and no others
+        self._failure = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lines = whole_lines(self._path) if resume and self._path.exists() else []
@@ -142,6 +143,10 @@ class MetricsFile:
     def written_s(self) -> float:
         """When the last line was written, in Unix seconds; 0 if there is none."""
         return self._lines[-1].get("time", 0.0) if self._lines else 0.0
+
+    def optimizer_step_at(self, unix_s: float) -> int:
+        """The optimizer step of the last line that was written by then; 0 if there was none."""
+        return next((line["optimizer_step"] for line in reversed(self._lines) if line.get("time", 0.0) <= unix_s), 0)
 
     def lines_since(self, first_round: int) -> list[MetricsLine]:
         """The lines of this round and later ones."""
@@ -174,10 +179,11 @@ class MetricsFile:
         self._lines = [known for known in self._lines if known["optimizer_step"] <= optimizer_step]
         self._save(None)
 
-    def close(self) -> None:
-        """Write the lines that the disk has not taken so far, if it takes them now."""
+    def close(self) -> str:
+        """Write the lines that the disk has not taken so far, if it takes them now; returns why not, or nothing."""
         if not self._is_whole:
             self._save(None)
+        return "" if self._is_whole else self._failure
 
     def _save(self, line: MetricsLine | None) -> None:
         """Append a line that is new, or write all lines anew."""
@@ -190,6 +196,7 @@ class MetricsFile:
                     file.write(json.dumps(line) + "\n")
             self._is_whole = True
         except OSError as error:
+            self._failure = error.strerror or str(error)
             if was_whole:  # a full disk fails at each line
                 log.error("metrics_not_written path=%s reason=%s", self._path, error.strerror)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from coordinator.watch.promises import Promises
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
 
@@ -22,8 +25,22 @@ CHECKPOINTS = "checkpoints"
 PACKAGES = ("torch", "transformers", "datasets", "hivemind", "numpy")
 
 
-def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
-    """Write down what the run is, for those who look at its folder later. The run goes on without it."""
+@contextmanager
+def run_file_written(output: Path, run_id: str, manifest: RunManifest, promises: Promises) -> Iterator[None]:
+    """Have a run's folder say what the run is, from now on, or at least when the context is left."""
+    why_not = write_run_file(output, run_id, manifest)
+    try:
+        yield
+    finally:
+        if why_not and (why_not := write_run_file(output, run_id, manifest)):
+            promises.broken(f"{RUN_FILE} was not written", why_not)
+
+
+def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> str:
+    """Write down what the run is, for those who look at its folder later; returns why that failed, or nothing.
+
+    The run goes on without it.
+    """
     about = {
         "run_id": run_id,
         "manifest_hash": manifest.hash,
@@ -34,6 +51,8 @@ def write_run_file(output: Path, run_id: str, manifest: RunManifest) -> None:
         (output / RUN_FILE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("run_file_not_written path=%s reason=%s", output / RUN_FILE, error.strerror)
+        return error.strerror or str(error)
+    return ""
 
 
 def read_run_file(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from coordinator.watch.metrics_file import MetricsLine, StageShares, ValidationL
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.run_progress import Position, is_reached, position_of
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.standstill import Standstill, find_divergence, find_standstill, find_troubled
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport, Validation
 
 # The shares of a validation come from several peers, one after the other.
@@ -32,6 +33,7 @@ class RunWatch:
 
     Attributes:
         view: the peers as they were seen last
+        seen_s: when that was, on the clock of `observe`
         lines: the newest lines of metrics.jsonl, one for each optimizer step, in order; a rewind takes some back
         current_round: the round that stage-0 peers work on
         current_samples: samples that count in it so far
@@ -40,6 +42,9 @@ class RunWatch:
         begun_at: optimizer step that the run is known to have made before this watch began, for `shown_step`
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written, or has found at its
             beginning; None if none
+        standstill: that the run stands still, if it does
+        troubled: the peers that have been in trouble for a while
+        divergence: that its weights have diverged, if all peers that have to know it say so
         returns: how often the run has gone back to earlier rounds, and the optimizer step up to which its lines held
             the last time. After a cut it may go on with a timeline that is older than the one seen here.
     """
@@ -48,6 +53,7 @@ class RunWatch:
         self.manifest = manifest
         self._validation_wait_s = validation_wait_s
         self.view = view
+        self.seen_s = 0.0
         self.lines: list[MetricsLine] = []
         self.current_samples = 0
         self.current_round = 0
@@ -55,7 +61,12 @@ class RunWatch:
         self.has_finished = False
         self.begun_at = 0
         self.checkpoint_step: int | None = None
+        self.standstill: Standstill | None = None
+        self.divergence: Standstill | None = None
+        self.troubled: list[PeerView] = []
         self.returns = 0, 0
+        self._progress: tuple[int, int, int] | None = None
+        self._progressed_s = 0.0  # when it was last seen to grow
         self._done_since: float | None = None  # when most peers of each stage were first seen at the last step
         self._earlier_since: float | None = None  # when most peers were first seen in earlier rounds
         # Reports that have no line yet, by round, with peers and shares of time by stage, and the time when they were
@@ -129,7 +140,7 @@ class RunWatch:
 
     def observe(self, view: SwarmView, progress: Mapping[str, ProgressRecord], now: float) -> list[MetricsLine]:
         """Take in the records of the DHT, and return the lines of steps that are complete now."""
-        self.view = view
+        self.view, self.seen_s = view, now
         if self._recalled and view.peers:
             self._go_on_from_recalled()
         authors = sorted(peer.peer_id for peer in view.in_stage(0) if peer.state is not PeerState.JOINING)
@@ -162,6 +173,7 @@ class RunWatch:
         last = self.round_number
         self._reports = {number: known for number, known in self._reports.items() if number > last}
         self._look_for_end(now)
+        self._look_for_standstill(now)
         # A line has the validation of the weights after its step.
         self._validations = {key: share for key, share in self._validations.items() if key[0] > last + 1}
         return new
@@ -193,6 +205,15 @@ class RunWatch:
         patience_s = RETURN_PATIENCE * self.manifest.limits.announcement_s
         is_announced = self._done_since is not None and now >= self._done_since + patience_s
         self.has_finished = self.optimizer_step >= steps or is_announced
+
+    def _look_for_standstill(self, now: float) -> None:
+        """Find out whether the run stands still, and whether it will not go on by itself."""
+        progress = self.current_round, self.current_samples, self.round_number
+        if progress != self._progress:
+            self._progress, self._progressed_s = progress, now
+        self.troubled = [] if self.has_finished else find_troubled(self.view, now)
+        self.standstill = None if self.has_finished else find_standstill(self.view, now, self._progressed_s)
+        self.divergence = None if self.has_finished else find_divergence(self.view, now, self._progressed_s)
 
     def _look_for_return(self, now: float) -> None:
         """Give lines up if the run goes on in earlier rounds than theirs, without the updates that they tell of."""

@@ -6,7 +6,9 @@ from typing import Any
 
 from coordinator.watch.metrics_file import stage_shares
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.standstill import in_words
 from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.view import PeerView, TimeShares
 from swarm_peer.wire.records import CoordinationRecord
 
@@ -25,6 +27,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
         "loss": line["loss"] if line else None,
         "tokens_per_s": line["tokens_per_s"] if line else None,
         "validation_loss": watch.validation_loss,
+        "standstill": None if watch.standstill is None else _summarise_standstill(watch.standstill, watch.seen_s),
         "coordinator": None if watch.coordination is None else _summarise_coordinator(*watch.coordination),
         "stages": [
             {
@@ -37,6 +40,17 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
     }
 
 
+def _summarise_standstill(found: Standstill, now_s: float) -> dict[str, Any]:
+    """That the run stands still: since when, in which stage, and why, as a peer there says."""
+    return {
+        "seconds": round(now_s - found.since_s),
+        "stage": found.stage,
+        "trouble": found.kind,
+        "reason": in_words(found),
+        "peer": found.spokesman.peer_id,
+    }
+
+
 def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
     """One peer of a stage, as it announced itself last."""
     return {
@@ -45,6 +59,7 @@ def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
         "state": peer.state.value,
         "optimizer_step": peer.optimizer_step,
         "note": peer.note,
+        "trouble": None if peer.trouble is None else peer.trouble.value,
         "samples_per_s": round(peer.samples_per_s, 3),
         "tokens_per_s": round(peer.samples_per_s * sequence_length, 1),
         "queue": peer.queue,

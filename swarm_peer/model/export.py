@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarm_peer.config import ModelSection
-from swarm_peer.errors import UserError
+from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.files import sync
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -30,6 +30,10 @@ LEFTOVER_S = 3600.0
 
 class NotWritten(UserError):
     """The disk did not take a model: there may be room for it later."""
+
+
+class NotFiniteWeights(SwarmError):
+    """The weights of a model are not finite, so nobody could use it."""
 
 
 def check_folder(folder: Path) -> None:
@@ -52,6 +56,7 @@ def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], fold
 
     Raises:
         UserError: the folder is not empty, or tensors are missing, unknown, or of another shape than the model's
+        NotFiniteWeights: there is nothing to use in it
         NotWritten: the disk does not take it
     """
     check_folder(folder)
@@ -135,5 +140,7 @@ def _check_complete(weights: dict[str, Tensor], template: Mapping[str, Tensor]) 
                 f"do config and states belong together?"
             )
         weight = weights[name].detach().to("cpu", torch.float32).contiguous()
+        if not bool(weight.isfinite().all()):
+            raise NotFiniteWeights(f"tensor {name} holds values that are not finite: the weights have diverged")
         weights[name] = weight.clone() if weight.data_ptr() in taken else weight
         taken.add(weights[name].data_ptr())

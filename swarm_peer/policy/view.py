@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from swarm_peer.policy.trouble import Trouble
+
 # The stage of a peer that has joined and has not chosen its stage yet.
 UNDECIDED = -1
 # A peer announces itself so often within the lifetime of one announcement, since one or two may be lost.
@@ -69,7 +71,7 @@ class PeerView:
         queue: microbatches that it holds
         optimizer_step: that of its weights
         movable: whether the coordinator may move the peer to another stage
-        note: why the peer does not serve, in words
+        note: why the peer does not serve, or what its trouble is, in words
         work_per_s: the speed that it expects of itself as long as `samples_per_s` is not measured, in units of a
             stage's cost; 0 if not known
         memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
@@ -86,6 +88,8 @@ class PeerView:
         version: of its program; for people alone, as is the name
         time_shares: how it has spent its time lately; None if not known
         metrics_address: IP:PORT of its Prometheus metrics; empty if it shows them to nobody
+        trouble: what keeps it from its work while it serves, if anything does
+        trouble_since_s: since when, on the clock of `now_s`; None without trouble
     """
 
     peer_id: str
@@ -112,6 +116,8 @@ class PeerView:
     version: str = ""
     time_shares: TimeShares | None = None
     metrics_address: str = ""
+    trouble: Trouble | None = None
+    trouble_since_s: float | None = None
 
     @property
     def life(self) -> Life:

@@ -18,7 +18,8 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
-from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerView
+from swarm_peer.policy.trouble import Complaint, worst
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
 from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
 from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
@@ -113,6 +114,9 @@ class StageReplica:
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
         admission, step = self.parts.core.admission, self.step
+        if peer.state is PeerState.SERVING and (complaint := self._complaint()) is not None:
+            words = complaint.words
+            peer = replace(peer, note=words, trouble=complaint.trouble, trouble_since_s=complaint.since_s)
         return replace(
             peer,
             stage=self.stage,
@@ -124,6 +128,12 @@ class StageReplica:
             bandwidth_bytes_per_s=self.parts.step_loop.download_bytes_per_s,
             time_shares=self.parts.core.time.shares(),
         )
+
+    def _complaint(self) -> Complaint | None:
+        """The worst of what keeps this replica from its work."""
+        parts = self.parts
+        complaints = [parts.step_loop.complaint(), parts.snapshot_keeper.complaint()]
+        return worst([*complaints, *([] if parts.launcher is None else [parts.launcher.complaint()])])
 
     @property
     def stages_of_interest(self) -> Sequence[int]:
@@ -193,6 +203,7 @@ class StageReplica:
             if parts.launcher is not None:
                 tasks.start_soon(self._launch, parts.launcher, unreadable)
                 tasks.start_soon(self._publish_progress)
+                tasks.start_soon(self._begin_anew_with_run)
             try:
                 await parts.step_loop.run()
             except CallError as error:
@@ -202,6 +213,20 @@ class StageReplica:
         await launcher.run()
         if launcher.failure is not None:
             unreadable(launcher.failure)
+
+    async def _begin_anew_with_run(self) -> None:
+        """Go back where the run's key has the run begin anew from a checkpoint, and have the other stages follow.
+
+        Those do what they do for a stage that was lost and taken over: they go back once all of stage 0 have.
+        """
+        while True:
+            timeline = await self.parts.step_loop.rewinds.wait_for_beginning()
+            log.warning("run_begins_anew optimizer_step=%d reason=its key says so", timeline.first_optimizer_step)
+            await self._peer.context.changed.wait_for(partial(self._has_come_to, timeline))
+            await self.parts.recovery.have_all_go_back(timeline, partial(self._is_on, timeline))
+
+    def _has_come_to(self, timeline: Timeline) -> bool:
+        return self.step.timeline >= timeline
 
     def _is_on(self, timeline: Timeline) -> bool:
         return self.step.timeline == timeline

@@ -19,6 +19,7 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, TimeShares
 from swarm_peer.wire.fields import (
     FiniteFloat,
@@ -115,7 +116,7 @@ class Announcement(Record):
         round_number: the round that the peer is in
         optimizer_step: that of the peer's weights; a rewind lowers it
         movable: whether the coordinator may move the peer to another stage
-        note: why the peer does not serve, in words
+        note: why the peer does not serve, or what its trouble is, in words
         state_s: for how long it has been in this state
         memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
         too_large: the stages that it has no memory for
@@ -128,6 +129,8 @@ class Announcement(Record):
         name: by which people recognise it; anybody may take any name
         time_shares: the percentages of its time that policy/view.py: TimeShares names
         metrics_address: IP:PORT where it shows its Prometheus metrics, by its own account; empty if to nobody
+        trouble: what keeps it from its work (see policy/trouble.py: Trouble); empty if nothing does
+        trouble_s: for how long it has been in trouble
     """
 
     kind = "announcement"
@@ -154,6 +157,8 @@ class Announcement(Record):
     name: str = Field("", max_length=32, pattern=PEER_NAME)
     time_shares: TimePercent | None = None
     metrics_address: MetricsAddress = ""
+    trouble: str = Field("", pattern=f"^({'|'.join(['', *(each.value for each in Trouble)])})$")
+    trouble_s: NonNegativeFloat = 0.0
 
     def view(self, peer_id: str, arrived_s: float) -> PeerView:
         """The announcement as policies read it.
@@ -162,13 +167,16 @@ class Announcement(Record):
             peer_id: the announcement's author
             arrived_s: when this announcement came, on the reader's clock
         """
-        own = {"serial", "state", "state_s", "addresses", "time_shares"}  # the others are alike
+        # The others are alike.
+        own = {"serial", "state", "state_s", "addresses", "time_shares", "trouble", "trouble_s"}
         return PeerView(
             peer_id=peer_id,
             state=PeerState(self.state),
             since_s=arrived_s - self.state_s,
             announced=self.serial,
             time_shares=None if self.time_shares is None else TimeShares(*self.time_shares),
+            trouble=Trouble(self.trouble) if self.trouble else None,
+            trouble_since_s=arrived_s - self.trouble_s if self.trouble else None,
             **self.model_dump(exclude=own),
         )
 

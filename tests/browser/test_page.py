@@ -17,6 +17,8 @@ from visits import Visit, link_in, needs_chromium, visit
 
 from coordinator.dashboard.run_page import RunPage
 from coordinator.dashboard.server import showing
+from swarm_peer.policy.standstill import find_standstill
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
 
 pytestmark = [pytest.mark.slow, needs_chromium]
@@ -82,6 +84,25 @@ async def test_hostile_words_are_shown_as_words(width: int) -> None:
     async with showing(made.page, ("127.0.0.1", 0), links.append), visit(link_in(links[0]), width) as here:
         await here.wait("document.querySelectorAll('#peer-table tbody tr').length >= 40")
         assert HOSTILE in await here.text("#peer-table")
+        assert await here.page.evaluate("document.querySelectorAll('main img, main b').length") == 0
+        assert await here.overflow() <= 0
+        assert here.errors == []
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+async def test_a_run_that_stands_still_says_why_in_the_words_of_a_peer(width: int) -> None:
+    made = made_up_page(num_peers=4)
+    sick = {"trouble": Trouble.FAILING, "trouble_since_s": 0.0, "note": HOSTILE + "W" * 300, "name": "anna"}
+    peers = [replace(peer, **(sick if peer.stage == 0 else {})) for peer in made.watch.view.peers]
+    made.watch.view, made.watch.seen_s = SwarmView(made.watch.view.num_stages, tuple(peers)), 300.0
+    made.watch.standstill = find_standstill(made.watch.view, 300.0)
+    links: list[str] = []
+    async with showing(made.page, ("127.0.0.1", 0), links.append), visit(link_in(links[0]), width) as here:
+        await here.wait("document.querySelector('#run-state.bad')?.textContent.startsWith('! The run stands still')")
+        text = await here.text("#run-state")
+        assert text.startswith("! The run stands still, for 5 min: stage 0 brings no microbatch through: anna (…")
+        assert HOSTILE in text
+        assert HOSTILE in await here.text("#peer-table"), "and beside the peer"
         assert await here.page.evaluate("document.querySelectorAll('main img, main b').length") == 0
         assert await here.overflow() <= 0
         assert here.errors == []

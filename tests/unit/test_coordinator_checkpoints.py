@@ -31,18 +31,20 @@ from coordinator.checkpoints import folder as checkpoint_folder
 from coordinator.checkpoints import giver, state_receiver
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
-from coordinator.checkpoints.giver import CheckpointGiver
+from coordinator.checkpoints.giver import CheckpointGiver, tell_changes
 from coordinator.checkpoints.resumed import RESUMED, find_resumed, note_resumed
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
-from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, plan_checkpoints
+from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, Duty, plan_checkpoints
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.options import CheckpointOptions
+from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, NoRoom, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -956,6 +958,8 @@ class Run:
         self.store = CheckpointStore(str(folder / "checkpoints"))
         self.saved = []
         self.told = []
+        self.promises = Promises()
+        self.begun_at = 0
         self.acts = True
         self.receiver = Gullible(ResolvedManifest.of(self.manifest), SystemThreads())
         self.watch = SimpleNamespace(
@@ -997,8 +1001,13 @@ class Run:
             directory=self,
             threads=SystemThreads(),
             rng=random.Random(0),
-            acts=lambda: self.acts,
-            tell=self.told.append,
+            duty=Duty(
+                acts=lambda: self.acts,
+                is_led_by_other=lambda: not self.acts,
+                begun_at=self.begun_at,
+                tell=self.told.append,
+                promises=self.promises,
+            ),
         )
         writer._receiver = self.receiver
         return writer
@@ -1148,12 +1157,64 @@ async def test_a_coordinator_that_comes_back_complains_of_nothing_that_was_due_b
     """Peers have no snapshots of that step any more."""
     if is_saved:
         run.store.save(30, run.manifest, states_of(30))
+    run.begun_at = 55
     run.reach(55)
     async with run.written(monkeypatch, every=30) as looks:
         await looks()
         assert run.saved == [30] * is_saved
         run.reach(85)
     assert run.told == ["The checkpoint of optimizer step 60 was missed: the run went on too soon."]
+    [told] = run.promises.unkept()
+    assert told.startswith("1 checkpoint was not written, of optimizer step 60 (the run went on too soon)")
+
+
+async def test_a_quick_run_gets_the_checkpoint_before_the_newest_and_is_told_of_those_before(run, monkeypatch):
+    """Peers keep their last two snapshots."""
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 30, FIRST_TIMELINE)
+        await run.add(f"{name}'", stage, 40, FIRST_TIMELINE)
+    run.reach(1)
+    async with run.written(monkeypatch, every=10) as looks:
+        await looks()
+        run.reach(41)
+    assert run.saved == [30, 40]
+    [told] = run.promises.unkept()
+    assert told.startswith("2 checkpoints were not written, of optimizer steps 10 and 20 (the run makes steps faster")
+
+
+async def test_the_newest_checkpoint_does_not_wait_for_the_one_before(run, monkeypatch):
+    for name, stage in (("a", 0), ("b", 1)):
+        await run.add(name, stage, 40, FIRST_TIMELINE)
+    run.reach(1)
+    async with run.written(monkeypatch, every=10) as looks:
+        await looks()
+        run.reach(40)
+    assert run.saved == [40]
+
+
+async def test_a_peer_that_keeps_no_snapshots_says_why_there_is_no_checkpoint(run, monkeypatch):
+    run.reach(1)
+    async with run.written(monkeypatch, every=60) as looks:
+        await looks()
+        words = {"trouble": Trouble.NO_SNAPSHOTS, "trouble_since_s": 1.0, "note": "its disk is full", "name": "anna"}
+        run.peers.append(PeerView(peer_id="12D3KooWabcdefgh", stage=0, state=PeerState.SERVING, **words))
+        run.reach(60)
+        await anyio.sleep(0.02)
+        told = ["1 checkpoint was not written, of optimizer step 60 (anna (…abcdefgh) says: its disk is full)"]
+        assert run.promises.unkept() == told, "as long as it waits"
+        run.reach(85)
+    assert run.promises.unkept() == told, "and when it is too late"
+
+
+async def test_a_checkpoint_of_weights_that_are_given_up_was_not_promised(run, monkeypatch):
+    run.reach(1)
+    async with run.written(monkeypatch, every=30) as looks:
+        await looks()
+        run.reach(60)
+        await anyio.sleep(0.02)
+        assert run.promises.unkept()
+        run.reach(20)
+    assert run.promises.unkept() == []
 
 
 async def test_a_coordinator_that_takes_over_complains_of_nothing_that_was_due_before(run, monkeypatch):
@@ -1165,6 +1226,7 @@ async def test_a_coordinator_that_takes_over_complains_of_nothing_that_was_due_b
         await looks()
         run.acts = True
     assert run.told == []
+    assert run.promises.unkept() == []
 
 
 async def test_a_checkpoint_whose_line_of_metrics_is_forgotten_is_not_missed(run, monkeypatch):
@@ -1182,6 +1244,7 @@ async def test_what_was_saved_is_not_fetched_again(run, monkeypatch):
     for name, stage in (("a", 0), ("b", 1)):
         await run.add(name, stage, 60, FIRST_TIMELINE)
     run.store.save(60, run.manifest, states_of(59))
+    run.begun_at = 55
     run.reach(60)
     for told in (["The checkpoint of optimizer step 60 is saved."], []):
         run.told.clear()
@@ -1199,6 +1262,7 @@ async def test_a_store_that_does_not_answer_has_nothing(run, monkeypatch, caplog
     monkeypatch.setattr(run.store, "newest_that", newest_that)
     for name, stage in (("a", 0), ("b", 1)):
         await run.add(name, stage, 60, FIRST_TIMELINE)
+    run.begun_at = 55
     run.reach(60)
     async with run.written(monkeypatch, every=10):
         pass
@@ -1330,6 +1394,7 @@ async def test_a_checkpoint_fails_soon_where_there_is_no_room(run, monkeypatch, 
     )
     await run.save()
     assert pauses == list(checkpointing.SAVE_PAUSES_S[:num_failures])
+    assert bool(run.promises.unkept()) == (num_failures == 9), "what is late is kept"
     text = "is saved." if num_failures == 2 else "could not be saved: the disk is full."
     assert run.told == [f"The checkpoint of optimizer step 60 {text}"]
     assert run.receiver.num_allocated == (3 if num_failures == 2 else 1), "the stage without room is asked for first"
@@ -1764,13 +1829,29 @@ async def test_what_has_changed_since_a_checkpoint_is_told(lost, caplog):
     """Somebody may have left a `--set` out of the command."""
     lost.save(3, 3)
     checkpoint = lost.store.newest(lost.manifest)
-    await lost.giver.resume(checkpoint, 3)
+    tell_changes(checkpoint, lost.manifest)
     assert "setting_changed" not in caplog.text
     training = lost.manifest.training.model_copy(update={"steps": 999})
-    lost.giver._manifest = lost.manifest.model_copy(update={"training": training})
-    await lost.giver.resume(checkpoint, 3)
+    tell_changes(checkpoint, lost.manifest.model_copy(update={"training": training}))
     [told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
     assert told == f"setting_changed setting=training.steps checkpoint={lost.manifest.training.steps} now=999"
+
+
+async def test_more_steps_move_the_learning_rate_which_is_told(lost, caplog):
+    """The schedule is over the run's steps: one that is at its end is high up again."""
+    schedule = lost.manifest.schedule.model_copy(update={"name": "cosine"})
+    lost.manifest = lost.manifest.model_copy(update={"schedule": schedule})
+    last = lost.manifest.training.steps - 1
+    lost.save(last, last)
+    checkpoint = lost.store.newest(lost.manifest)
+    training = lost.manifest.training.model_copy(update={"steps": 2 * (last + 1)})
+    tell_changes(checkpoint, lost.manifest.model_copy(update={"training": training}))
+    [_, told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
+    highest = lost.manifest.optimizer.learning_rate
+    assert told.startswith(f"setting_changed setting=the learning rate at optimizer step {last} checkpoint=")
+    was, now = (float(part) for part in told.partition("checkpoint=")[2].split(" now="))
+    assert was == pytest.approx(0.1 * highest)
+    assert 0.5 * highest < now < 0.6 * highest
 
 
 async def test_what_a_run_was_resumed_from_is_found_again(lost, tmp_path, monkeypatch, caplog):

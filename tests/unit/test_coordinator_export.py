@@ -195,10 +195,14 @@ def test_the_tokenizer_comes_along(tokenizer_folder, tmp_path, monkeypatch):
     assert tokenizer.eos_token == "<end>"
 
 
-def test_a_model_without_its_tokenizer_is_better_than_none(tmp_path, monkeypatch, caplog):
+def test_a_model_without_its_tokenizer_is_better_than_none_and_not_what_was_asked_for(
+    tmp_path, monkeypatch, caplog, capsys
+):
     (logits,) = train_and_save(trainers_of(tokenizer=str(tmp_path / "gone")), str(tmp_path), 1)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), pytest.raises(SystemExit) as ended:
         run(monkeypatch, "--checkpoint", tmp_path, "--output", tmp_path / "model")
+    assert ended.value.code == 1
+    assert "the tokenizer was not saved beside the model" in capsys.readouterr().err
     assert "tokenizer_not_saved" in caplog.text
     assert_loads(tmp_path / "model", logits)
 

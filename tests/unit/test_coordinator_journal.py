@@ -11,6 +11,7 @@ from coordinator.watch.happenings import MOVING_S, Happenings, make_event, stand
 from coordinator.watch.journal import EVENTS, Journal, read_events
 from coordinator.watch.metrics_file import metrics_line
 from coordinator.watch.plain_text import plain_text
+from coordinator.watch.promises import Promises
 from coordinator.watch.pulse import CoordinatorPulse
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
@@ -273,10 +274,22 @@ def test_an_event_that_a_full_disk_has_cut_off_spoils_no_other(tmp_path):
         journal.tell("checkpoint", "10", 2.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not (tmp_path / EVENTS).read_text().endswith("\n")
+    assert [event["text"] for event in read_events(tmp_path)] == ["5"]
     for number in (15, 20):
         journal.tell("checkpoint", str(number), 3.0)
-    assert [event["text"] for event in read_events(tmp_path)] == ["5", "15", "20"]
+    assert [event["text"] for event in read_events(tmp_path)] == ["5", "10", "15", "20"], "it is written late"
+    assert journal.close() == ""
+
+
+def test_events_that_a_disk_never_takes_are_told_when_the_journal_is_closed(tmp_path):
+    journal, _ = begun(tmp_path)
+    (tmp_path / EVENTS).unlink(missing_ok=True)
+    (tmp_path / EVENTS).mkdir()
+    journal.tell("checkpoint", "5", 1.0)
+    assert journal.close() == "Is a directory"
+    (tmp_path / EVENTS).rmdir()
+    assert journal.close() == "", "once there is room"
+    assert [event["text"] for event in read_events(tmp_path)] == ["5"]
 
 
 def test_a_journal_without_a_folder_is_in_memory():
@@ -285,7 +298,7 @@ def test_a_journal_without_a_folder_is_in_memory():
     assert [event["text"] for event in journal.newest] == ["over"]
 
 
-def open_files(folder, *, resume):
+def open_files(folder, *, resume, promises=None):
     written = []
     files = RunFiles(
         folder=folder,
@@ -295,8 +308,41 @@ def open_files(folder, *, resume):
         contributions=Contributions(folder),
         clock=SystemClock(),
         on_line=written.append,
+        promises=promises or Promises(),
     )
     return files, written
+
+
+def test_what_the_disk_has_not_taken_when_the_files_are_closed_is_told(tmp_path):
+    promises, run = Promises(), Run()
+    files, _ = open_files(tmp_path, resume=False, promises=promises)
+    for name in ("metrics.jsonl", EVENTS, "contributions.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+        (tmp_path / name).mkdir()
+    run.look(A, C)
+    run.line(1, 0)
+    files.write_lines(run.watch.lines, run.watch.returns)
+    files.look(run.watch)
+    files.close()
+    assert promises.unkept() == [
+        "metrics.jsonl lacks lines (Is a directory)",
+        "events.jsonl lacks lines (Is a directory)",
+        "contributions.json was not kept (Is a directory)",
+    ]
+
+
+def test_of_events_that_were_cut_off_together_none_comes_twice(tmp_path):
+    journal, _ = begun(tmp_path)
+    size = (tmp_path / EVENTS).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    events = [make_event("checkpoint", text, 1.0) for text in ("5", "10")]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + len(json.dumps(events[0])) + 20, limits[1]))
+    try:
+        journal._add(events)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.tell("checkpoint", "15", 2.0)
+    assert [event["text"] for event in read_events(tmp_path)] == ["5", "10", "15"]
 
 
 def test_a_coordinator_goes_on_with_the_files_of_its_run(tmp_path):

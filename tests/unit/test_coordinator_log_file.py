@@ -15,6 +15,7 @@ from coordinator.run import log_file, serve
 from coordinator.run.log_file import logged_to
 from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions
+from coordinator.watch.promises import Promises
 from swarm_peer.errors import SwarmError
 
 log = logging.getLogger("coordinator.test")
@@ -56,7 +57,7 @@ def test_serve_writes_to_the_folder_what_the_terminal_does_not_show(
 def test_the_error_that_ends_the_coordinator_is_in_its_file(
     tmp_path: Path, stderr: io.StringIO, error: Exception, has_traceback: bool
 ) -> None:
-    with pytest.raises(type(error)), logged_to(tmp_path):
+    with pytest.raises(type(error)), logged_to(tmp_path, Promises()):
         raise error
     first, *traceback = (tmp_path / "coordinator.log").read_text().splitlines()
     assert first.endswith(f" ERROR ended reason={error}")
@@ -68,7 +69,7 @@ def test_the_file_takes_no_more_than_its_room(
     tmp_path: Path, stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_file, "MAX_BYTES", 1000)
-    with logged_to(tmp_path):
+    with logged_to(tmp_path, Promises()):
         for number in range(200):
             log.info("line number=%d", number)
     files = sorted(path.name for path in tmp_path.iterdir())
@@ -80,7 +81,9 @@ def test_the_file_takes_no_more_than_its_room(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
 def test_a_disk_that_is_full_is_told_once(tmp_path: Path, stderr: io.StringIO) -> None:
     (tmp_path / "coordinator.log").symlink_to("/dev/full")
-    with logged_to(tmp_path):
+    promises = Promises()
+    with logged_to(tmp_path, promises):
         log.warning("first")
         log.warning("second")
     assert [line.split()[3] for line in stderr.getvalue().splitlines()] == ["first", "log_not_kept", "second"]
+    assert promises.unkept() == ["coordinator.log lacks lines ([Errno 28] No space left on device)"]

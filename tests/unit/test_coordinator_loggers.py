@@ -12,6 +12,7 @@ import sys
 import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -28,6 +29,7 @@ from coordinator.run.service import RunService
 from coordinator.watch import loggers
 from coordinator.watch.loggers import BackgroundLogger, StepLogger, check_installed, open_loggers, scalars
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line
+from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -337,20 +339,26 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name == loggers.__name__]
 
 
-def test_all_is_well(caplog):
+@pytest.fixture
+def promises():
+    return Promises()
+
+
+def test_all_is_well(caplog, promises):
     recorder = Recorder()
-    with BackgroundLogger("well", recorder) as logger:
+    with BackgroundLogger("well", recorder, promises) as logger:
         for step in range(1, 6):
             logger.write(a_line(step))
     assert recorder.steps == [1, 2, 3, 4, 5]
     assert recorder.is_closed
     assert logger.num_lost == 0
     assert warnings_of(caplog) == []
+    assert promises.unkept() == []
 
 
-def test_a_failing_logger_is_told_of_once_and_tried_again(caplog):
+def test_a_failing_logger_is_told_of_once_and_tried_again(caplog, promises):
     recorder = Recorder(fail_at=(2, 3, 5))
-    with BackgroundLogger("disk", recorder) as logger:
+    with BackgroundLogger("disk", recorder, promises) as logger:
         for step in range(1, 6):
             logger.write(a_line(step))
     assert recorder.steps == [1, 4]
@@ -359,27 +367,30 @@ def test_a_failing_logger_is_told_of_once_and_tried_again(caplog):
     failed, incomplete = warnings_of(caplog)
     assert failed == ("log_failed logger=disk reason=OSError: [Errno 28] No space left on device; the run goes on")
     assert incomplete == "log_incomplete logger=disk lost_lines=3"
+    assert promises.unkept() == ["--log-to disk lacks 3 lines (OSError: [Errno 28] No space left on device)"]
 
 
-def test_a_logger_that_fails_to_close(caplog):
-    with BackgroundLogger("disk", Recorder(fail_at=("close",))) as logger:
+def test_a_logger_that_fails_to_close(caplog, promises):
+    with BackgroundLogger("disk", Recorder(fail_at=("close",)), promises) as logger:
         logger.write(a_line(1))
     assert logger.num_lost == 0
     assert len(warnings_of(caplog)) == 1
+    assert promises.unkept() == ["--log-to disk lacks its end (OSError: [Errno 28] No space left on device)"]
 
 
-def test_a_logger_that_hangs_holds_nothing_up(caplog, monkeypatch):
+def test_a_logger_that_hangs_holds_nothing_up(caplog, monkeypatch, promises):
     monkeypatch.setattr(loggers, "MAX_WAITING_LINES", 2)
     monkeypatch.setattr(loggers, "CLOSE_S", 0.01)
     hold = threading.Event()
     recorder = Recorder(hold=hold)
-    with BackgroundLogger("net", recorder) as logger:
+    with BackgroundLogger("net", recorder, promises) as logger:
         logger.write(a_line(1))
         recorder.holding.wait()
         for step in range(2, 7):
             logger.write(a_line(step))
         assert logger.num_lost == 3
     assert [text.split()[0] for text in warnings_of(caplog)] == ["log_failed", "log_unfinished", "log_incomplete"]
+    assert promises.unkept() == ["--log-to net lacks 3 lines (it did not end in 0 s)"]
     hold.set()
     logger._thread.join()
     assert recorder.steps == [1, 2, 3], "what waited is still written"
@@ -535,11 +546,13 @@ async def test_a_folder_that_appears_during_the_run_is_not_taken_for_its_model(t
 def test_local_goes_on_with_its_loggers_where_it_goes_on_with_its_run(tmp_path, monkeypatch, resumes):
     asked = []
 
-    def opened(names, manifest, output, resume=False):
+    def opened(names, manifest, output, resume, promises):
+        assert promises is options.promises
         asked.append((names, resume))
         raise UserError("far enough")
 
-    monkeypatch.setattr(local, "temporary_node", lambda *_: contextlib.nullcontext())
+    node = SimpleNamespace(identity=SimpleNamespace(peer_id="coordinator"))
+    monkeypatch.setattr(local, "temporary_node", lambda *_: contextlib.nullcontext(node))
     monkeypatch.setattr(local, "open_loggers", opened)
     plan = dataclasses.replace(NO_CHECKPOINTS, resume=object() if resumes else None)
     options = RunOptions(output=tmp_path / "output", plan=plan)

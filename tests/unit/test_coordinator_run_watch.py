@@ -18,6 +18,7 @@ from coordinator.watch.journal import Journal
 from coordinator.watch.live import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line, whole_lines
+from coordinator.watch.promises import Promises
 from coordinator.watch.run_watch import AUTHORS_REMEMBERED_S, LINES_KEPT, RETURN_PATIENCE, VALIDATION_WAIT_S, RunWatch
 from coordinator.watch.summary import summarise
 from swarm_peer.config import RunManifest
@@ -476,6 +477,7 @@ def open_files(folder, manifest):
         contributions=Contributions(folder),
         clock=SystemClock(),
         on_line=lambda line: None,
+        promises=Promises(),
     )
 
 
@@ -728,6 +730,7 @@ def test_the_summary():
             "state": "serving",
             "optimizer_step": 0,
             "note": "busy",
+            "trouble": None,
             "samples_per_s": 2.0,
             "tokens_per_s": 20.0,
             "queue": 3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 
 from coordinator.checkpoints.store import CheckpointStore
@@ -183,16 +186,20 @@ async def test_the_terminal_goes_on_where_the_disk_is_full(tmp_path: Path, monke
     async def look(service: Any, options: RunOptions) -> None:
         service.events.on_update("watch")
 
-    monkeypatch.setattr(serve, "LiveView", lambda _: nullcontext(SimpleNamespace(print=None, update=seen.append)))
+    monkeypatch.setattr(
+        serve, "LiveView", lambda _: nullcontext(SimpleNamespace(print=None, update=seen.append, tell=None))
+    )
     monkeypatch.setattr(serve, "WayIn", lambda **_: SimpleNamespace(tell=tell))
     monkeypatch.setattr(serve, "RunService", make_service)
     monkeypatch.setattr(serve, "_serve", look)
     node: Any = SimpleNamespace(addresses=())
     resolved: Any = SimpleNamespace(manifest=MANIFEST)
     key = Identity.generate()
+    options = RunOptions(output=tmp_path)
     with pytest.raises(OSError, match="No space left"):
-        await serve._serve_on(node, key, resolved, NodeOptions(), RunOptions(output=tmp_path), ())
+        await serve._serve_on(node, key, resolved, NodeOptions(), options, ())
     assert seen == ["watch"]
+    assert options.promises.unkept() == [f"{serve.NOT_TOLD} ([Errno 28] No space left on device)"]
 
 
 async def test_a_run_under_other_settings_is_told_by_them() -> None:
@@ -308,3 +315,21 @@ def test_a_run_that_is_ended_without_a_coordinator_is_over_in_its_folder(tmp_pat
     for _ in range(2):
         note_end(tmp_path)
     assert [event["text"] for event in read_events(tmp_path)][1:] == ["The run has ended: its operator has ended it."]
+
+
+async def test_a_coordinator_that_is_stopped_leaves_what_is_under_way_to_the_next_one(tmp_path: Path) -> None:
+    options = RunOptions(output=tmp_path)
+    options.promises.checkpoint_due(50, "its peers still write")
+
+    class Service:
+        watch = SimpleNamespace(view=SwarmView(2))
+
+        async def run(self) -> bool:
+            await anyio.wait_all_tasks_blocked()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep_forever()
+            return False
+
+    with anyio.fail_after(20):
+        await serve._serve(Service(), options)  # type: ignore[arg-type]
+    assert options.promises.unkept() == []

@@ -84,10 +84,17 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
         return [state]
 
     monkeypatch.setattr(service, "fetch_states", fetch_states)
-    monkeypatch.setattr(service, "export_states", lambda manifest, states, *_: saved.append(states[0].optimizer_step))
-    run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert [await run._export(None) for _ in range(3)] == [False, False, True]
+
+    def export_states(manifest, states, *_):
+        saved.append(states[0].optimizer_step)
+        return "there is no such folder"
+
+    monkeypatch.setattr(service, "export_states", export_states)
+    options = RunOptions(output=tmp_path)
+    run = RunService(RESOLVED, FakeDHT(tmp_path), options)
+    assert [await run._export(None, None) for _ in range(3)] == [False, False, True]
     assert saved == [3]
+    assert options.promises.unkept() == [f"{service.NO_TOKENIZER} (there is no such folder)"]
 
 
 async def test_a_model_that_the_disk_does_not_take_is_tried_again(tmp_path, monkeypatch, caplog):
@@ -101,7 +108,7 @@ async def test_a_model_that_the_disk_does_not_take_is_tried_again(tmp_path, monk
     monkeypatch.setattr(service, "fetch_states", fetch_states)
     monkeypatch.setattr(service, "export_states", full)
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert not await run._export(None)
+    assert not await run._export(None, None)
     assert "model_not_saved reason=model: cannot be written (disk full)" in caplog.text
 
 
@@ -119,7 +126,7 @@ async def test_a_model_for_which_there_is_no_room_is_not_asked_for_again_at_once
     monkeypatch.setattr(service, "fetch_states", fetch_states)
     monkeypatch.setattr(service.anyio, "sleep", sleep)
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert not await run._export(None)
+    assert not await run._export(None, None)
     assert pauses == [pause_s]
 
 
@@ -294,9 +301,12 @@ async def test_an_operator_learns_that_peers_may_not_have_heard_of_the_end(
         return Farewell(is_told, left)
 
     monkeypatch.setattr(service, "see_off", see_off)
-    await RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path)).end()
+    options = RunOptions(output=tmp_path)
+    await RunService(RESOLVED, FakeDHT(tmp_path), options).end()
     assert ("run_not_ended" in caplog.text) == bool(complaint)
     assert complaint in caplog.text
+    told = [f"not all peers know that the run is over ({complaint}"] if complaint else []
+    assert [line[: len(told[0])] for line in options.promises.unkept()] == told
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,17 @@ from types import SimpleNamespace
 import anyio
 import numpy as np
 import pytest
-from contexts import ReadClock, begin_round, make_context
+from contexts import MovedClock, ReadClock, begin_round, make_context
 from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, HopFailed, InvalidMessage, RoundClosed, UserError
+from swarm_peer.errors import CallError, HopFailed, InvalidMessage, NotFinite, RoundClosed, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
@@ -85,6 +86,9 @@ class Leases:
 
     def give_up(self, samples):
         self.given_up += samples
+
+    def complaint(self, now_s):
+        return None
 
 
 class Running:
@@ -446,6 +450,78 @@ async def test_what_fails_each_time_gives_its_place_to_another(monkeypatch):
             drain(world)
             await settle()
         assert world.count == RoundCount(8, 8, 4.0, (WindowRange(0, 0, 2, 10),)), "the place that it had claimed"
+
+
+async def fail_all(world, error, passed_s=1.0):
+    """Each microbatch under way fails, and is launched again, or another one in its place."""
+    while world.executor.running:
+        world.executor.running.popleft().fail(error)
+    world.context.clock.passed_s += passed_s
+    await settle()
+
+
+async def test_a_peer_complains_as_long_as_every_microbatch_fails():
+    async with World(clock=MovedClock()) as world:
+        first, second = await world.executor.launched(2)
+        assert world.launcher.complaint() is None
+        first.fail(HopFailed("nobody"))
+        await settle()
+        assert world.launcher.complaint() is None, "the second one may succeed"
+        second.fail(HopFailed("timeout: next"))
+        await settle()
+        await fail_all(world, HopFailed("stalled"))
+        complaint = world.launcher.complaint()
+        assert (complaint.trouble, complaint.words) == (Trouble.FAILING, "every microbatch fails: hop_failed: stalled")
+        [running] = await world.executor.launched()
+        running.succeed()
+        await settle()
+        assert world.launcher.complaint() is None
+        while not world.progress.counter.is_full(0):
+            drain(world)
+            await settle()
+
+
+async def test_weights_that_have_diverged_are_told_of_after_some_batches(monkeypatch):
+    monkeypatch.setattr(launcher, "MAX_LAUNCHES", 2)
+    async with World(clock=MovedClock()) as world:
+        await world.executor.launched(0)
+        await settle()
+        seen = []
+        for _ in range(4):
+            await fail_all(world, NotFinite("the loss is not finite"))
+            complaint = world.launcher.complaint()
+            seen.append(complaint and complaint.trouble)
+        assert seen[1:] == [Trouble.FAILING, Trouble.DIVERGED, Trouble.DIVERGED], "of two batches first, then of others"
+        before = list(world.executor.running)
+        world.executor.running.clear()
+        world.leases.generation += 1
+        world.enter(1)
+        for running in before:
+            running.fail(NotFinite("of the weights before"))
+        await settle()
+        await world.executor.launched(0)
+        assert world.launcher.complaint() is None, "the run has gone back"
+        while not world.progress.counter.is_full(1):
+            drain(world)
+            await settle()
+
+
+async def test_an_empty_stage_is_no_failure_of_the_launcher(monkeypatch):
+    """The stage has lost its peers, which is told of elsewhere; and the time before does not count later."""
+    async with World(clock=MovedClock()) as world:
+        await world.executor.launched(0)
+        await settle()
+        await fail_all(world, HopFailed("dying"))
+        await fail_all(world, HopFailed("dying"))
+        assert world.launcher.complaint() is not None
+        next_stage = world.peers.pop()
+        monkeypatch.setattr(SwarmView, "fewest_serving", lambda view: 1)
+        await fail_all(world, HopFailed("nobody"), passed_s=500.0)
+        assert world.launcher.complaint() is None
+        world.peers.append(next_stage)
+        while not world.progress.counter.is_full(0):
+            drain(world)
+            await settle()
 
 
 async def test_nothing_is_dropped_because_a_stage_has_no_peers(monkeypatch):

@@ -13,7 +13,8 @@ from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import HubFailed, NotServing, OtherTimeline, UserError
 from swarm_peer.policy.recovery import FIRST_TIMELINE
 from swarm_peer.policy.step_state import Phase, StepState
-from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
+from swarm_peer.policy.trouble import Complaint, Trouble
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 from swarm_peer.runtime import peer as peers
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.condition import Condition
@@ -418,3 +419,29 @@ async def test_a_hub_that_fails_for_an_hour_ends_a_peer_that_waits_for_it(monkey
     peer = between_two_stays(monkeypatch, open_replica)
     with pytest.raises(HubFailed):
         await peer._begin_stay(0)
+
+
+@pytest.mark.parametrize(("state", "is_told"), [(PeerState.SERVING, True), (PeerState.JOINING, False)])
+def test_a_replica_announces_the_worst_of_its_troubles(state, is_told):
+    """While the peer joins, the note says what it waits for to serve at all."""
+
+    def of(trouble):
+        return SimpleNamespace(complaint=lambda: trouble and Complaint(trouble, 5.0, trouble.value))
+
+    replica = object.__new__(StageReplica)
+    replica.stage, replica.incarnation = 0, 7
+    core = SimpleNamespace(
+        admission=SimpleNamespace(admitted=0, held=0),
+        speed=SimpleNamespace(samples_per_s=1.0),
+        time=SimpleNamespace(shares=lambda: None),
+        rounds=SimpleNamespace(step=StepState()),
+    )
+    loop = of(Trouble.NO_MATES)
+    loop.download_bytes_per_s = 0.0
+    replica.parts = SimpleNamespace(core=core, step_loop=loop, snapshot_keeper=of(None), launcher=of(Trouble.DIVERGED))
+    told = replica.describe(PeerView(peer_id="a", stage=UNDECIDED, state=state, note="waits"))
+    expected = (Trouble.DIVERGED, 5.0, "diverged") if is_told else (None, None, "waits")
+    assert (told.trouble, told.trouble_since_s, told.note) == expected
+    replica.parts = SimpleNamespace(core=core, step_loop=loop, snapshot_keeper=of(None), launcher=None)
+    if is_told:
+        assert replica.describe(PeerView(peer_id="a", stage=1, state=state)).trouble is Trouble.NO_MATES

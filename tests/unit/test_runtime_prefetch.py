@@ -21,6 +21,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange, ranges_of
 from swarm_peer.policy.data.sample_ledger import SampleLedger
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.data import prefetch as samples
 from swarm_peer.runtime.data.prefetch import SAMPLES_AHEAD, WINDOWS_AT_A_TIME, Sample, SamplePool
@@ -286,6 +287,13 @@ async def test_a_slice_that_is_broken_ends_where_it_cannot_be_read(
         assert sorted(ids(await pool.next_samples(len(expected)))) == expected
         await until(pool, lambda: pool.is_read_out)
         assert WindowRange(0, 0, 5, 5, True) in pool.take_ends()
+        now_s = pool._clock.monotonic_s()
+        complaint = pool.complaint(now_s)
+        assert complaint is not None
+        assert complaint.trouble is Trouble.DATA_UNREAD
+        assert "slice 0" in complaint.words
+        assert "bad row" in complaint.words
+        assert pool.complaint(now_s + samples.CUT_TOLD_S) is None
     assert "slice_cut_short slice=(0, 0) windows=5 reason=bad row" in caplog.text
 
 
@@ -395,6 +403,51 @@ async def test_other_slices_are_read_while_the_hub_fails_at_one() -> None:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
         assert ids(await pool.next_samples(20)) == [SampleId(0, 1, n) for n in range(20)]
+
+
+async def test_data_that_cannot_be_read_is_complained_of() -> None:
+    """Whether other data can be read meanwhile, or there is nothing to train on."""
+    reader = FakeReader(20, 20)
+    reader.errors[SampleId(0, 0, 0)] = HubFailed("503 of the hub")
+    async with pool_of(reader) as pool:
+        assert pool.complaint(0.0) is None
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
+        await pool.next_samples(20)
+        await until(pool, lambda: bool(pool._resting))
+        complaint = pool.complaint(pool._clock.monotonic_s())
+        assert complaint is not None
+        assert complaint.trouble is Trouble.DATA_UNREAD
+        waiting = asyncio.ensure_future(pool.next_samples(1))
+        await anyio.wait_all_tasks_blocked()
+        complaint = pool.complaint(pool._clock.monotonic_s())
+        assert complaint is not None
+        assert (complaint.trouble, complaint.words) == (
+            Trouble.NO_DATA,
+            "its training data cannot be read: 503 of the hub",
+        )
+        waiting.cancel()
+        await anyio.wait_all_tasks_blocked()
+        complaint = pool.complaint(pool._clock.monotonic_s())
+        assert complaint is not None
+        assert complaint.trouble is Trouble.DATA_UNREAD
+
+
+async def test_a_long_wait_for_samples_is_complained_of_without_an_error() -> None:
+    """All slices may be leased to others, or a disk may hang."""
+    async with pool_of(FakeReader(20)) as pool:
+        waiting = asyncio.ensure_future(pool.next_samples(1))
+        await anyio.wait_all_tasks_blocked()
+        since_s = pool._waits_since_s
+        assert since_s is not None
+        assert pool.complaint(since_s + samples.LONG_WAIT_S - 1) is None
+        complaint = pool.complaint(since_s + samples.LONG_WAIT_S)
+        assert complaint is not None
+        assert (complaint.trouble, complaint.since_s) == (Trouble.NO_DATA, since_s)
+        assert "no part of the data is left" in complaint.words
+        pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
+        await waiting
+        assert pool.complaint(since_s + 10_000.0) is None
 
 
 async def test_slices_at_which_the_hub_fails_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

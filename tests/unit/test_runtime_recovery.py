@@ -28,6 +28,7 @@ from swarm_peer.policy.lineage import extend_lineage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, MIN_ROUNDS_LEFT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import FolderStorage
@@ -35,6 +36,7 @@ from swarm_peer.runtime.network.gossip import Gossip
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply, check_body
+from swarm_peer.runtime.replica import StageReplica
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.core import ReplicaCore
@@ -55,7 +57,7 @@ from swarm_peer.runtime.state.recovery import (
 from swarm_peer.runtime.state.rescue import JOINER_BYTES_PER_S, JOINER_PATIENCE, RESCUE_PATIENCE, watch_stages
 from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
-from swarm_peer.runtime.step import contribution
+from swarm_peer.runtime.step import contribution, rewinds
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.outcome import Settlement
@@ -1598,7 +1600,7 @@ class Follower:
         )
 
     def contribution(self):
-        return contribution._contribution(self.trainer, self.metrics, self.steps.step.round_number)
+        return contribution._contribution(self.trainer, self.metrics, self.steps._updates, self.steps.step.round_number)
 
     def __init__(self, folder, name="f", network=None):
         self.network = network or MemoryNetwork()
@@ -2442,6 +2444,24 @@ async def test_work_that_is_lost_as_the_run_goes_back_is_reported(follower, monk
     assert follower.steps.step.round_number == (4 if is_update else 9)
 
 
+async def test_a_peer_that_cannot_keep_snapshots_complains(swarm, monkeypatch):
+    """Checkpoints are made of them."""
+    peer = await swarm.add("a", 1)
+    write = FolderStorage.write
+
+    def full(storage, name, parts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FolderStorage, "write", full)
+    await peer.keeper.take_snapshot(peer.donor.current.round_number)
+    complaint = peer.keeper.complaint()
+    assert complaint.trouble is Trouble.NO_SNAPSHOTS
+    assert "No space left on device: make room" in complaint.words
+    monkeypatch.setattr(FolderStorage, "write", write)
+    await peer.keeper.take_snapshot(peer.donor.current.round_number)
+    assert peer.keeper.complaint() is None
+
+
 async def test_a_full_disk_costs_a_snapshot_and_nothing_else(follower, monkeypatch, caplog):
     def write(storage, name, parts):
         raise OSError(28, "No space left on device")
@@ -2608,6 +2628,86 @@ async def test_who_leaves_as_the_run_goes_back_hands_nothing_over_and_does_not_c
     running.cancel()
 
 
+@pytest.mark.parametrize(
+    ("trouble", "first_round", "goes_back"),
+    [(Trouble.DIVERGED, 40, True), (Trouble.NO_UPDATES, 40, True), (Trouble.DIVERGED, 3, False)]
+    + [(each, 40, False) for each in (None, Trouble.FAILING, Trouble.NO_DATA)],
+)
+async def test_a_replica_begins_anew_where_the_runs_key_says_so_and_the_weights_are_broken(
+    follower, monkeypatch, trouble, first_round, goes_back
+):
+    """Peers of any stage may have found that."""
+    monkeypatch.setattr(rewinds, "LOOK_S", 0.001)
+    asked = []
+
+    async def beginning():
+        asked.append(1)
+        if len(asked) == 1:
+            raise CallError("the DHT does not answer")
+        return TimelineRecord(first_round=first_round, first_optimizer_step=3, begun=9)
+
+    monkeypatch.setattr(follower.steps.rewinds, "_beginning", beginning)
+    since_s = None if trouble is None else 1.0
+    follower.peers[0] = replace(follower.peers[0], trouble=trouble, trouble_since_s=since_s)
+    timeline = Timeline(40, 3, 40)
+    with anyio.move_on_after(5.0 if goes_back else 0.05):
+        assert await follower.steps.rewinds.wait_for_beginning() == timeline
+    assert follower.steps.rewinds.target == (timeline if goes_back else None)
+    assert bool(asked) == (trouble is not None and trouble.is_of_weights), "nobody asks at other times"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_peers_of_stage_0_alone_look_for_another_beginning(monkeypatch, is_first):
+    begun = []
+
+    async def forever(*_):
+        await anyio.sleep_forever()
+
+    async def note(replica):
+        begun.append(1)
+
+    for name in ("_follow_run", "_launch", "_publish_progress"):
+        monkeypatch.setattr(StageReplica, name, forever)
+    monkeypatch.setattr(StageReplica, "_begin_anew_with_run", note)
+    replica, runs = object.__new__(StageReplica), SimpleNamespace(run=forever)
+    replica.parts = SimpleNamespace(
+        snapshot_keeper=runs, state_server=runs, step_loop=runs, launcher="launcher" if is_first else None
+    )
+    with anyio.move_on_after(0.02):
+        await replica.serve(None, None, None)
+    assert begun == [1] * is_first
+
+
+async def test_all_of_stage_0_go_back_and_take_the_others_along(monkeypatch):
+    told, timeline = [], Timeline(40, 3, 40)
+    step = SimpleNamespace(timeline=FIRST_TIMELINE)
+
+    async def wait_for_beginning():
+        if told:
+            await anyio.sleep_forever()
+        return timeline
+
+    async def have_all_go_back(target, is_there):
+        told.append((target, is_there()))
+
+    replica = object.__new__(StageReplica)
+    changed = Condition()
+    replica._peer = SimpleNamespace(context=SimpleNamespace(changed=changed))
+    replica.parts = SimpleNamespace(
+        step_loop=SimpleNamespace(rewinds=SimpleNamespace(wait_for_beginning=wait_for_beginning)),
+        recovery=SimpleNamespace(have_all_go_back=have_all_go_back),
+        core=SimpleNamespace(rounds=SimpleNamespace(step=step)),
+    )
+    following = asyncio.ensure_future(replica._begin_anew_with_run())
+    await anyio.wait_all_tasks_blocked()
+    assert told == [], "it is not there itself"
+    step.timeline = timeline
+    changed.notify()
+    await anyio.wait_all_tasks_blocked()
+    assert told == [(timeline, True)]
+    following.cancel()
+
+
 async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(follower):
     trainer = follower.trainer
     for parameter in trainer.module.parameters():
@@ -2622,6 +2722,26 @@ async def test_a_gradient_that_is_not_finite_is_kept_from_the_mean_of_the_stage(
     assert samples == 0
     assert not any(bool(gradient.any()) for gradient in gradients)
     assert lost(follower) == 6
+
+
+async def test_a_stage_whose_gradients_are_never_finite_complains(follower):
+    """Its rounds go on, and its weights stay as they are."""
+    for number in range(4):
+        assert (follower.steps._updates.complaint() is not None) == (number == 3)
+        next(follower.trainer.module.parameters()).grad = torch.full_like(
+            next(follower.trainer.module.parameters()), float("nan")
+        )
+        follower.trainer.num_samples = 6
+        gradients, samples = follower.contribution()
+        await follower.steps._commit(Settlement(Verdict.COMMIT, gradients, "h", samples))
+    before = follower.steps._updates
+    missed = before._num_missed
+    follower.trainer.num_samples = 6
+    await follower.steps._commit(Settlement(Verdict.COMMIT, [torch.ones_like(each) for each in gradients], "h", 6))
+    assert before.complaint() is None
+    before._num_missed = missed
+    await follower.steps.begin(Timeline(40, 0, 0), None)
+    assert before.complaint() is None, "these are others' weights"
 
 
 async def test_a_difference_that_is_not_finite_is_kept_from_the_mean_of_the_stage(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from contexts import begin_round, make_context, unparsed
+from contexts import MovedClock, begin_round, make_context, unparsed
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
 
@@ -17,6 +17,7 @@ from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network import progress
 from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
@@ -760,6 +761,28 @@ async def hold_up_a_round(group):
     for member in (*members, late):
         member.enter(4, settled["a"].history_hash)
     return members, late
+
+
+async def test_a_peer_that_waits_at_the_barrier_longer_than_the_round_took_complains(group):
+    """Stage-mates compute no microbatch for longer than that."""
+    member, late = await group.add("ab")
+    member.barrier._clock = clock = MovedClock(now=1000.0)
+    member.rounds_of.begin(replace(member.rounds_of.step, began_s=900.0))
+    member.rounds_of.enter(Phase.OPEN)
+    member.rounds_of.enter(Phase.ENDING)
+    waiting = member.settle(2)
+    await anyio.wait_all_tasks_blocked()
+    clock.now = 1099.0
+    assert member.group.complaint() is None
+    clock.now = 1100.0
+    complaint = member.group.complaint()
+    assert (complaint.trouble, complaint.since_s) == (Trouble.NO_MATES, 1000.0)
+    assert f"…{late.peer_id[-8:]}" in complaint.words
+    ended = late.settle(2)
+    await asyncio.gather(waiting, ended)
+    assert member.group.complaint() is None
+    member.enter(4, "M")
+    assert member.group.complaint() is None
 
 
 async def test_a_member_that_says_it_is_ready_and_never_is_holds_up_few_barriers(group):

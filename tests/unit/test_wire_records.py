@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, TimeShares
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import (
@@ -56,6 +57,8 @@ ANNOUNCEMENT = Announcement(
     incarnation=5,
     time_shares=(60, 25, 5),
     metrics_address="10.0.0.7:9464",
+    trouble="failing",
+    trouble_s=2.5,
 )
 ASSIGNMENT = Assignment(peer="a", announced=7, from_stage=0, to_stage=1, reason="stage 1 is slow")
 RECORDS = [
@@ -110,6 +113,8 @@ def test_records_become_what_policies_use():
         version=ANNOUNCEMENT.version,
         time_shares=TimeShares(computing=60, ending=25, joining=5),
         metrics_address="10.0.0.7:9464",
+        trouble=Trouble.FAILING,
+        trouble_since_s=7.5,
     )
 
 

@@ -11,7 +11,7 @@ const ANSWER_MS = 5000;
 const KINDS = {
   joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", stage_empty: "! stage empty",
   stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", coordinator: "◇ coordinator",
-  started: "▶ started", ended: "■ ended",
+  stands_still: "! stands still", goes_on: "▶ goes on", trouble: "! in trouble", started: "▶ started", ended: "■ ended",
 };
 
 let state = null;
@@ -98,8 +98,11 @@ const SENTENCES = {
 function showRun(run) {
   const empty = Object.keys(state.stages).filter((stage) => state.stages[stage].is_empty);
   const waiting = `! Waiting: stage ${empty.join(" and stage ")} has no serving peer. Training goes on as soon as it has one.`;
-  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : SENTENCES[run.state] ?? waiting;
-  $("run-state").className = `lead ${run.state === "waiting" || run.state === "no peers" ? "bad" : ""}`;
+  const standing = `! The run stands still, ${run.standstill}.`;
+  const sentence = run.state === "standing" ? standing : SENTENCES[run.state] ?? waiting;
+  const more = run.state === "waiting" && run.standstill ? ` It stands still, ${run.standstill}.` : "";
+  $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : sentence + more;
+  $("run-state").className = `lead ${["waiting", "no peers", "standing"].includes(run.state) ? "bad" : ""}`;
   $("progress").max = run.steps;
   $("progress").value = run.step;
   const done = (100 * run.step / run.steps).toFixed(1);
@@ -251,7 +254,7 @@ function showEvents() {
   const events = numbers.map((number) => state.events[number]).filter((event) => !kind || event.kind === kind);
   $("events").replaceChildren(...events.map((event) => {
     const item = document.createElement("li");
-    const bad = ["died", "stage_empty", "rewound"].includes(event.kind);
+    const bad = ["died", "stage_empty", "rewound", "stands_still", "trouble"].includes(event.kind);
     const time = element("time", when(event.time));
     time.dateTime = new Date(event.time * 1000).toISOString();
     item.append(time, element("span", KINDS[event.kind] ?? event.kind, bad ? "bad" : ""), element("span", event.text));

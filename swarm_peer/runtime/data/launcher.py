@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_peer.errors import CallError, RoundClosed, UserError
+from swarm_peer.errors import CallError, NotFinite, RoundClosed, UserError
 from swarm_peer.policy.data.ranges import MAX_RANGES, SampleId
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.policy.trouble import Complaint, LaunchRecord, worst
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
@@ -112,6 +113,8 @@ class MicrobatchLauncher:
         self._heard_others: Round | None = None  # the round of the last exchange of counts within stage 0
         self._claimed_at_s = context.clock.monotonic_s()
         self._rng = context.random.stream("news")
+        self._record = LaunchRecord()
+        self._record_generation = 0
         self.current = Progress(round_number=0, samples=0, claimed=0, loss_sum=0.0)
         self.validations: deque[Validation] = deque(maxlen=8)
         self.stopping = False
@@ -120,6 +123,11 @@ class MicrobatchLauncher:
     @property
     def _most_in_flight(self) -> int:
         return min(self._window.size(), self._capacity.microbatches)
+
+    def complaint(self) -> Complaint | None:
+        """This peer's trouble in launching microbatches, if it has any."""
+        now_s = self._context.clock.monotonic_s()
+        return worst((self._record.complaint(now_s), self._leases.complaint(now_s)))
 
     def stop(self) -> None:
         """Launch no more microbatches. `run` returns when those in flight have finished."""
@@ -297,6 +305,10 @@ class MicrobatchLauncher:
 
     async def _train(self, batch: _Batch, present: Round) -> None:
         outcome, reason, later_round = "counted", "", 0
+        if batch.generation != self._record_generation:  # the weights may be others than those that have failed
+            self._record_generation = batch.generation
+            self._record.forget()
+        launch = self._record.begin(self._context.clock.monotonic_s())
         try:
             try:
                 await self._compute(batch, present)
@@ -310,9 +322,12 @@ class MicrobatchLauncher:
                     await self._swarm.gossip.tell(peer.peer_id for peer in self._swarm.view().serving(1))
                     await anyio.sleep(RELAUNCH_PAUSE_S)
                 self._waiting.append(batch)
-            elif outcome != "counted":
-                await self._launch_again(batch, present, f"{outcome}: {reason}")
+            elif outcome == "counted":
+                self._record.forget()
+            else:
+                await self._launch_again(batch, present, f"{outcome}: {reason}", is_finite=outcome != NotFinite.code)
         finally:
+            self._record.end(launch)
             self._in_flight -= 1
             self._context.metrics.in_flight.set(self._in_flight)
             self._context.metrics.microbatches.labels("train", outcome).inc()
@@ -336,11 +351,20 @@ class MicrobatchLauncher:
             self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
             self._context.metrics.window.set(self._most_in_flight)
 
-    async def _launch_again(self, batch: _Batch, present: Round, reason: str) -> None:
-        """Have a batch that has failed launched again after a pause, or drop it if it has failed too often."""
+    async def _launch_again(self, batch: _Batch, present: Round, reason: str, *, is_finite: bool) -> None:
+        """Have a batch that has failed launched again after a pause, or drop it if it has failed too often.
+
+        Args:
+            is_finite: see LaunchRecord.failed
+        """
         view = self._swarm.view()
         if all(view.serving(stage) for stage in range(1, view.num_stages)):
-            batch.failures += 1  # otherwise the empty stage is to blame, however long it stays so
+            batch.failures += 1
+            if batch.generation == self._leases.generation:
+                now_s = self._context.clock.monotonic_s()
+                self._record.failed(batch.samples, reason, now_s, is_finite=is_finite)
+        else:  # the empty stage is to blame, however long it stays so
+            self._record.forget()
         log.warning("microbatch_failed failures=%d reason=%s", batch.failures, reason)
         if batch.failures >= MAX_LAUNCHES:
             lost = f"their microbatch has failed {batch.failures} times: {reason}"

@@ -15,6 +15,7 @@ from swarm_peer.policy.data.ranges import MAX_RANGES, SampleId, SliceId, WindowR
 from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger, arbiter
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.trouble import Complaint
 from swarm_peer.policy.view import Life, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.prefetch import Sample, SamplePool
@@ -218,6 +219,10 @@ class SliceLeases:
         samples = await self._pool.next_samples(count)
         self._drawn.update(sample.id for sample in samples)
         return samples
+
+    def complaint(self, now_s: float) -> Complaint | None:
+        """This peer's trouble in reading the data, if it has any."""
+        return self._pool.complaint(now_s)
 
     def note_counted(self, samples: Iterable[SampleId], before: RoundCount) -> tuple[WindowRange, ...]:
         """Note that samples of this peer have counted.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from swarm_peer.errors import HubFailed, UserError, first_line
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange
+from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.slices import OPEN_SLICES, SliceReader, SliceWindows
@@ -37,6 +38,11 @@ HUB_PATIENCE_S = 3600.0
 FILE_PATIENCE_S = 60.0
 # Other slices of which one has to be readable before a slice is ended where it cannot be read. Some may be broken, too.
 MOST_PROBED = 8
+# A peer that waits for samples for so long says so, though no error tells why: a data set that is opened for the first
+# time, or a slow disk, may take a while.
+LONG_WAIT_S = 60.0
+# For so long a peer tells of a slice that it has cut short.
+CUT_TOLD_S = 600.0
 
 
 class Sample(NamedTuple):
@@ -72,6 +78,9 @@ class SamplePool:
         self._empty_in_a_row = 0
         self._resting: set[SliceId] = set()  # reading these has just failed
         self._failing_since_s: dict[SliceId, float] = {}
+        self._unread_why = ""  # the newest reason
+        self._waits_since_s: float | None = None  # a task has waited for samples since then
+        self._cut: Complaint | None = None  # of the last slice that was cut short
         self._has_read = False
         self._error: UserError | None = None
 
@@ -89,6 +98,7 @@ class SamplePool:
                     try:
                         await self._read_some(slice_id)
                     except UserError as error:
+                        self._unread_why = str(error)
                         if await self._may_try_again(slice_id, error):
                             self._resting.add(slice_id)
                             self._changed.notify()
@@ -151,15 +161,33 @@ class SamplePool:
         """
         self._awaited.append(count)
         self._stock.notify()
+        if self._waits_since_s is None:
+            self._waits_since_s = self._clock.monotonic_s()
         try:
             await self._stock.wait_for(lambda: self._error is not None or self._num_ready() >= count)
         finally:
             self._awaited.remove(count)
+            self._waits_since_s = self._clock.monotonic_s() if self._awaited else None
         if self._error is not None and self._num_ready() < count:
             raise self._error
         samples = [self._take_one() for _ in range(count)]
         self._stock.notify()
         return samples
+
+    def complaint(self, now_s: float) -> Complaint | None:
+        """This peer's trouble in reading, if it has any."""
+        since_s = self._waits_since_s
+        if since_s is not None and self._resting:
+            return Complaint(Trouble.NO_DATA, since_s, f"its training data cannot be read: {self._unread_why}")
+        if since_s is not None and now_s - since_s >= LONG_WAIT_S:
+            why = "reading takes long" if self._unread else "no part of the data is left for it to read"
+            return Complaint(Trouble.NO_DATA, since_s, f"it waits for samples: {why}")
+        if self._resting:
+            first_s = min(self._failing_since_s.get(each, now_s) for each in self._resting)
+            words = f"a part of its training data cannot be read: {self._unread_why}"
+            return Complaint(Trouble.DATA_UNREAD, first_s, words)
+        is_news = self._cut is not None and now_s - self._cut.since_s < CUT_TOLD_S
+        return self._cut if is_news else None
 
     def _take_one(self) -> Sample:
         oldest = min(slice_id.pass_number for slice_id in self._ready)
@@ -205,6 +233,8 @@ class SamplePool:
                 self._fail(again)
             elif self._unread.get(slice_id) is windows and windows.num_read == num_read:
                 log.error("slice_cut_short slice=%s windows=%d reason=%s", tuple(slice_id), num_read, again)
+                words = f"the rest of slice {slice_id.slice_index} is left out, after {num_read} samples: {again}"
+                self._cut = Complaint(Trouble.DATA_UNREAD, self._clock.monotonic_s(), words)
                 self._end(slice_id, num_read)
 
     async def _can_read_others(self, slice_id: SliceId) -> bool:

@@ -54,13 +54,19 @@ class KeptFile:
         except OSError:
             return b""
 
-    def write(self, data: bytes) -> None:
-        """Replace the content at once, if possible; otherwise the former content stays."""
+    def write(self, data: bytes) -> str:
+        """Replace the content at once, if possible; otherwise the former content stays.
+
+        Returns:
+            why it was not possible; empty if it was
+        """
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(self._path, data)
         except OSError as error:
             log.warning("not_kept path=%s reason=%s", self._path, error.strerror)
+            return error.strerror or str(error)
+        return ""
 
 
 def locked(folder: Path, name: str) -> IO[str] | None:

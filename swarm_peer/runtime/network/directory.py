@@ -298,6 +298,8 @@ class Directory:
             name=me.name,
             time_shares=me.time_shares,
             metrics_address=me.metrics_address,
+            trouble="" if me.trouble is None else me.trouble.value,
+            trouble_s=0.0 if me.trouble_since_s is None else self._clock.monotonic_s() - me.trouble_since_s,
         )
         await self._dht.store(stage_key(self._hash, me.stage), record, self._hash, self._manifest.limits.announcement_s)
         self._rebuild()

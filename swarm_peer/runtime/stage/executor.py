@@ -15,7 +15,7 @@ import anyio
 import torch
 
 from swarm_peer.config import Codec
-from swarm_peer.errors import HopFailed, InvalidMessage, NotServing, RoundClosed, first_line
+from swarm_peer.errors import HopFailed, InvalidMessage, NotFinite, NotServing, RoundClosed, first_line
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
@@ -250,7 +250,7 @@ class StageExecutor:
                 return _Pass(logits=self._encode(output, "none"))
             loss_sum = float(output.sum())
         if not abs(loss_sum) <= MAX_LOSS:
-            raise HopFailed(
+            raise NotFinite(
                 "the loss is not finite, or beyond reason: lower the learning rate, or look for broken data"
             )
         return _Pass(graph, loss_sum=loss_sum)
@@ -306,15 +306,15 @@ class StageExecutor:
 
     @staticmethod
     def _check_output(hidden_BTD: torch.Tensor) -> None:
-        """Raise HopFailed if the next stage would refuse it, and take this peer for one that sends nonsense."""
+        """Raise NotFinite if the next stage would refuse it, and take this peer for one that sends nonsense."""
         try:
             check_hidden(hidden_BTD, MAX_SENT_HIDDEN)
         except InvalidMessage as error:
-            raise HopFailed(f"what this stage computed cannot be sent: {error}") from error
+            raise NotFinite(f"what this stage computed cannot be sent: {error}") from error
 
     @staticmethod
     def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:
         try:
             return encode(tensor, codec, seed)
         except OverflowError as error:
-            raise HopFailed(f"what this stage computed cannot be sent: {error}") from error
+            raise NotFinite(f"what this stage computed cannot be sent: {error}") from error

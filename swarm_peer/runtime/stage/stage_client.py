@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, PeerUnreachable, RoundClosed
+from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, NotFinite, PeerUnreachable, RoundClosed
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.peer_backoff import PeerBackoff
 from swarm_peer.policy.routing import Router
@@ -129,19 +129,19 @@ class StageClient:
 
         Raises:
             RoundClosed: the callee has ended the round, so the microbatch belongs to a later one
-            HopFailed: no peer succeeded within the tries and the time
+            NotFinite: what each of the peers that were tried has computed is not finite
+            HopFailed: no peer succeeded within the tries and the time, for whatever other reason
         """
         router, backoff = self._router, self._backoff
         if microbatch.is_query:
             router, backoff = self._query_router, self._query_backoff
         tried: set[str] = set()
-        failures = 0
-        backoff_s = FIRST_BACKOFF_S
-        reason = "no try was made"
+        failures = num_not_finite = 0
+        backoff_s, reason, cause = FIRST_BACKOFF_S, "no try was made", ""
         while failures < self._manifest.limits.hop_tries:
             remaining_s = deadline - anyio.current_time()
             if remaining_s <= 0:
-                reason = f"out of time, last: {reason}"
+                reason = f"{reason}, and then out of time"
                 break
             view = self._view()
             serving = view.serving(self.stage)
@@ -156,7 +156,7 @@ class StageClient:
             avoided = {peer_id for peer_id, life in lives.items() if life in failed}
             route = router.choose(microbatch.num_samples, avoided | tried)
             if route.peer_id is None:
-                reason = f"{route.reason} (tried {len(tried)}, last: {reason})" if tried else route.reason
+                reason = f"{cause}, and now {route.reason}" if cause else route.reason
                 if self._leaving and not serving:
                     break
                 await anyio.sleep(min(backoff_s * (0.5 + self._rng.random()), max(remaining_s, 0)))
@@ -172,13 +172,14 @@ class StageClient:
             except RoundClosed:
                 raise
             except CallError as error:
-                reason = f"{error.code}: {error}"
+                reason = cause = _cause_of(error)
                 self._metrics.retries.labels(error.code).inc()
                 if error.avoid:
                     self._avoid(lives[route.peer_id], backoff, reason)
                 tried.add(route.peer_id)
                 failures += not isinstance(error, Busy)
-        raise HopFailed(f"stage {self.stage} after {failures} failed tries: {reason:.300}")
+                num_not_finite += isinstance(error, NotFinite)
+        raise _failed_hop(self.stage, reason, failures, num_not_finite)
 
     def refuse(self, result: HopResult, reason: str) -> None:
         """Avoid the peer that sent an unusable result: a good peer checks its results before it sends them."""
@@ -241,6 +242,17 @@ def time_of_callee(timeout_s: float, num_hops: int) -> float:
     """
     share = min(WAY_BACK_SHARE, 0.5 / num_hops)
     return timeout_s - min(max(share * timeout_s, WAY_BACK_S), 0.5 * timeout_s)
+
+
+def _cause_of(error: CallError) -> str:
+    """Why a try has failed; of failures further on, the cause of the last one comes first."""
+    return str(error) if isinstance(error, HopFailed) else f"{error.code}: {error}"
+
+
+def _failed_hop(stage: int, reason: str, num_failures: int, num_not_finite: int) -> HopFailed:
+    """The error of a hop of which no try has succeeded. Its cause comes first, where people see it when it is cut."""
+    failure = NotFinite if 0 < num_not_finite == num_failures else HopFailed
+    return failure(f"{reason:.300} (stage {stage}, failed tries: {num_failures})")
 
 
 def _only_tensor(reply: Reply, num_bytes: int) -> memoryview:

@@ -17,6 +17,7 @@ from swarm_peer.config_errors import describe
 from swarm_peer.errors import CallError
 from swarm_peer.policy.recovery import SnapshotRef
 from swarm_peer.policy.step_state import StepState
+from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.state.index import StageState
@@ -60,6 +61,7 @@ class SnapshotKeeper:
             rng=context.random.stream("snapshots"),
         )
         self._last_due: StepState | None = None
+        self._failing: Complaint | None = None
 
     async def run(self) -> None:
         """Keep a snapshot of this stage, and one of the next, every `recovery.snapshot_every` updates."""
@@ -77,7 +79,16 @@ class SnapshotKeeper:
                 elif not await self.take_snapshot(self._last_due.round_number):
                     text = "snapshot_missed optimizer_step=%d reason=the round was over already"
                     log.warning(text, self._last_due.optimizer_step)
+                    self._complain(f"its snapshot of optimizer step {self._last_due.optimizer_step} came too late")
                 self._context.changed.notify()
+
+    def complaint(self) -> Complaint | None:
+        """That this peer keeps no snapshots, if the last one has failed."""
+        return self._failing
+
+    def _complain(self, words: str) -> None:
+        since_s = self._context.clock.monotonic_s() if self._failing is None else self._failing.since_s
+        self._failing = Complaint(Trouble.NO_SNAPSHOTS, since_s, words)
 
     async def take_snapshot(self, round_number: int) -> bool:
         """Keep a snapshot of this peer's own state. Returns False if the round is over already."""
@@ -89,14 +100,17 @@ class SnapshotKeeper:
 
     async def _store(self, stage: int, state: StageState) -> None:
         """Store a snapshot. One that cannot be stored is left out: the peer trains all the same."""
-        text = "snapshot_not_stored stage=%d optimizer_step=%d reason=%s"
         try:
             await self._snapshots.store_snapshot(stage, state)
         except OSError as error:
-            text += ": make room in the temporary folder, or name another one in TMPDIR"
-            log.error(text, stage, state.optimizer_step, error)
+            reason = f"{error}: make room in the temporary folder, or name another one in TMPDIR"
         except ValidationError as error:  # a member may count so that the ledger becomes too long for an index
-            log.error(text, stage, state.optimizer_step, describe(error))
+            reason = describe(error)
+        else:
+            self._failing = None
+            return
+        log.error("snapshot_not_stored stage=%d optimizer_step=%d reason=%s", stage, state.optimizer_step, reason)
+        self._complain(f"its snapshot of optimizer step {state.optimizer_step} is not stored: {reason}")
 
     def _snapshot_is_due(self) -> bool:
         step = self._state_server.step

@@ -18,6 +18,7 @@ import anyio
 from swarm_peer.errors import CallError, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
 from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
@@ -39,6 +40,10 @@ STALL_S = 8.0
 PAUSE_S = 0.05
 # Waits, of `timeout_s` each, for stage-mates that are more than this side and behind, while none of their rounds ends.
 MAX_WAITS = 2
+# A peer that has waited for so long, and for longer than the round took until then, says so: a microbatch that
+# stage-mates still compute takes no longer than a round.
+LONG_WAIT_S = 60.0
+MOST_NAMED = 3
 
 
 class Barrier:
@@ -79,6 +84,8 @@ class Barrier:
         self._progress = progress
         self._view = view
         self._on_other_timeline = on_other_timeline
+        self._clock = context.clock
+        self._waits: tuple[Round, float, set[str]] | None = None  # for whom, since when
         self._changed = context.changed
         self.timeout_s = limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
         self._mates = StageMates(
@@ -98,6 +105,19 @@ class Barrier:
         """Whether a peer announces this stage, or has announced it a short time ago."""
         self._mates.refresh()
         return self._mates.is_known(peer_id)
+
+    def complaint(self) -> Complaint | None:
+        """That this peer waits for stage-mates for too long, if it does."""
+        if self._waits is None:
+            return None
+        ending, since_s, waited_for = self._waits
+        if ending is not self._rounds.current or self._rounds.step.phase is not Phase.ENDING or not waited_for:
+            return None
+        if self._clock.monotonic_s() - since_s < max(LONG_WAIT_S, since_s - ending.step.began_s):
+            return None
+        named = ", ".join(f"…{peer_id[-8:]}" for peer_id in sorted(waited_for)[:MOST_NAMED])
+        words = f"it waits for {len(waited_for)} of its stage at the end of round {ending.number}: {named}"
+        return Complaint(Trouble.NO_MATES, since_s, words)
 
     def welcome(self, peer_id: str) -> None:
         """Expect a stage-mate that has made itself known, until its announcement is sure to be in the view.
@@ -126,6 +146,7 @@ class Barrier:
         asked = {self._me}
         waited_for: set[str] = set()
         patience = _Patience()
+        self._waits = ending, self._clock.monotonic_s(), waited_for
 
         async def ask(peer_id: str) -> None:
             waited_for.add(peer_id)

@@ -8,27 +8,30 @@ import torch
 
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.runtime.host.metrics import PeerMetrics
 
 
 def contributions(
-    trainer: StageTrainer, metrics: PeerMetrics, round_number: int
+    trainer: StageTrainer, metrics: PeerMetrics, updates: UpdateRecord, round_number: int
 ) -> tuple[Sequence[torch.Tensor], int, Work | None]:
     """Make what this peer brings to the average that ends the round, and to the next one if that is known.
 
     To be called in the device thread.
     """
-    return *_contribution(trainer, metrics, round_number), trainer.strategy.next_contribution()
+    return *_contribution(trainer, metrics, updates, round_number), trainer.strategy.next_contribution()
 
 
-def _contribution(trainer: StageTrainer, metrics: PeerMetrics, round_number: int) -> Work:
+def _contribution(trainer: StageTrainer, metrics: PeerMetrics, updates: UpdateRecord, round_number: int) -> Work:
     """Make what this peer brings to the average: nothing, if it is not finite."""
     if lost := trainer.discard_if_not_finite():
+        updates.not_finite()
         metrics.lose(lost, "their gradient is not finite", round_number=round_number)
     gradients = trainer.mean_gradients()
     brought, samples = trainer.strategy.contribution(gradients, trainer.num_samples)
     if brought is gradients or all(bool(tensor.isfinite().all()) for tensor in brought):
         return brought, samples
     # The weights of this replica are broken. Those that come of the average take their place.
+    updates.not_finite()
     metrics.lose(samples, "their difference is not finite", round_number=round_number)
     return [torch.zeros_like(tensor) for tensor in brought], 0

@@ -1,4 +1,5 @@
-"""Learns where the run goes back to, from a peer that has taken over a lost stage or from this peer's own look.
+"""Learns where the run goes back to: from a peer that has taken over a lost stage, from this peer's own look, or from
+the run's key where the weights have diverged.
 
 Owns the timeline that is gone back to next. Must not change anything else in this peer: step_loop.py goes back.
 """
@@ -6,6 +7,8 @@ Owns the timeline that is gone back to next. Must not change anything else in th
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import anyio
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.policy.recovery import Timeline
@@ -19,6 +22,8 @@ from swarm_peer.wire.messages import Body, RewindCall, RewindReply
 # A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this
 # peer may be behind that.
 MAX_ROUNDS_OF_REWIND = 2 * MAX_ROUNDS_AHEAD
+# Pause between looks at where the run's key says that it begins, while some peer says that the weights are broken.
+LOOK_S = 5.0
 
 
 class Rewinds:
@@ -34,6 +39,7 @@ class Rewinds:
         self._stage = core.stage
         self._rounds = core.rounds
         self._admission = core.admission
+        self._view = swarm.view
         self._look = swarm.look
         self._beginning = swarm.beginning
 
@@ -89,6 +95,23 @@ class Rewinds:
         if timeline.first_round > newest:
             self.target = timeline
             self._changed.notify()
+
+    async def wait_for_beginning(self) -> Timeline:
+        """Wait until the run's key has the run begin anew from a checkpoint, and have the replica go back to that.
+
+        A coordinator does so when the weights have diverged. Nobody looks for it at other times.
+        """
+        while True:
+            await anyio.sleep(LOOK_S)
+            if not any(peer.trouble is not None and peer.trouble.is_of_weights for peer in self._view().peers):
+                continue
+            try:
+                timeline = (await self._beginning()).timeline()
+            except CallError:
+                continue
+            if timeline.first_round > self._rounds.step.round_number:
+                self.go_back(timeline)
+                return timeline
 
     def drop_until(self, round_number: int) -> None:
         """Drop the target if its timeline begins in this round or earlier, and keep a newer one."""

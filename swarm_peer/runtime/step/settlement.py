@@ -20,6 +20,7 @@ from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
 from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
 from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, merge_ranges, num_windows
+from swarm_peer.policy.trouble import Complaint
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
 from swarm_peer.runtime.stage.rounds import Round, RoundBook
@@ -79,6 +80,10 @@ class StageGroup:
     def calls(self) -> dict[type[Body], Handler]:
         """The calls that this part answers."""
         return {VoteCall: self.handle_vote}
+
+    def complaint(self) -> Complaint | None:
+        """This peer's trouble in ending the round, if it has any."""
+        return self._barrier.complaint()
 
     async def settle(
         self, ending: Round, gradients: Sequence[torch.Tensor], samples: int, upcoming: Work | None = None

@@ -20,6 +20,7 @@ from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.trouble import Complaint, UpdateRecord, worst
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
@@ -103,6 +104,7 @@ class StepLoop:
         self._own_work = own_work
         self._ending = anyio.Lock()  # held while the round ends, or while this peer's gradient is handed over
         self._failures: list[CallError] = []  # that ended `run`: this peer ends no more rounds
+        self._updates = UpdateRecord()
         self.reports = RoundReports(context=context, stage=core.stage)
         self.rewinds = Rewinds(context=context, core=core, swarm=swarm)
 
@@ -120,6 +122,10 @@ class StepLoop:
     def finished(self) -> bool:
         """Whether the run's last optimizer step is done."""
         return self.step.optimizer_step >= self._manifest.training.steps
+
+    def complaint(self) -> Complaint | None:
+        """This peer's trouble in ending rounds with an update, if it has any."""
+        return worst((self._group.complaint(), self._updates.complaint()))
 
     async def begin(self, timeline: Timeline, fetch: Fetch | None) -> None:
         """Start at the beginning of a timeline, with a snapshot or with the run's initial weights.
@@ -293,7 +299,7 @@ class StepLoop:
                 return
 
     def _contributions(self) -> tuple[Sequence[torch.Tensor], int, Work | None]:
-        return contributions(self._trainer, self._metrics, self.step.round_number)
+        return contributions(self._trainer, self._metrics, self._updates, self.step.round_number)
 
     async def _commit(self, settlement: Settlement) -> None:
         step, round_number = self.step, self.step.round_number
@@ -308,6 +314,7 @@ class StepLoop:
         with anyio.CancelScope(shield=True):  # a rewind must know what this peer brought to the update
             result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
         self.reports.report(step, settlement, result, samples, loss_sum)
+        self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=result.skipped)
         self._own_work.note(self._rounds.current)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
 
@@ -326,6 +333,7 @@ class StepLoop:
             self._leases.begin(number, timeline, ledger, held)
         self._begin_round(number, history_hash, timeline, ledger_bytes, lineage)
         self.reports.begin(self.step)
+        self._updates.begin()
 
     def _begin_round(self, number: int, history_hash: str, timeline: Timeline, ledger: bytes, lineage: bytes) -> None:
         self.rewinds.drop_until(number)
