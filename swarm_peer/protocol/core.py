@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from swarm_peer.protocol.epochs import Certified, Epoch
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Log
-from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
     Blame,
@@ -88,28 +88,15 @@ def epochs_in(body: Rounds) -> set[EpochId]:
 class Core:
     """One peer's part in agreement.
 
-    Args:
-        make_member: makes the member's part of a stage, from what this peer has taken over of it, if anything
-        make_leader: makes the leader's part of a member, since an epoch
-
     Attributes:
         membership: who is in the run
         members: this peer's parts in the stages that it serves
     """
 
-    def __init__(
-        self,
-        *,
-        membership: Membership,
-        rules: RoundRules,
-        make_member: Callable[[int, tuple[Log, str] | None], Member],
-        make_leader: Callable[[Member, EpochId], Leader],
-    ):
+    def __init__(self, *, membership: Membership, context: RoundContext):
         self.membership = membership
         self.members: dict[int, Member] = {}
-        self._rules = rules
-        self._make_member = make_member
-        self._make_leader = make_leader
+        self._context = context
         self._leaders: dict[int, Leader] = {}
         self._led_by: dict[int, Seat | None] = {}
         self._epoch: Epoch | None = None
@@ -175,7 +162,15 @@ class Core:
             self._leaders.pop(stage, None)
         for stage in sorted(mine - {-1}):
             if stage not in self.members:
-                self.members[stage] = self._make_member(stage, self._prepared.pop(stage, None))
+                log, state = self._prepared.pop(stage, (None, ""))
+                self.members[stage] = Member(
+                    me=self.membership.me,
+                    stage=stage,
+                    restart=epoch.restart,
+                    context=self._context,
+                    log=log,
+                    state=state,
+                )
                 self.membership.prepared -= {stage}
                 self._led_by.pop(stage, None)
             member = self.members[stage]
@@ -188,7 +183,7 @@ class Core:
                 member.reign = None
                 self._leaders.pop(stage, None)
                 if leader == self.membership.me:
-                    self._leaders[stage] = self._make_leader(member, epoch.id)
+                    self._leaders[stage] = Leader(member=member, reign=epoch.id, context=self._context)
 
     # --- messages
 

@@ -6,12 +6,11 @@ It decides nothing that its members do not sign. The member's part of the same s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Blamed, Close, Committed, Cut, Done, Entry, Have, Log, Name, Part, Pass
-from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.messages import (
     Blame,
     Body,
@@ -21,7 +20,6 @@ from swarm_peer.protocol.messages import (
     Head,
     Ready,
     Status,
-    Timing,
 )
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 
@@ -48,26 +46,13 @@ class Leader:
     Args:
         member: of the same seat
         reign: the epoch since which it leads
-        averages: whether a round's entry has an update
-        epoch_of: an epoch that is not forgotten, by its id
     """
 
-    def __init__(
-        self,
-        *,
-        member: Member,
-        reign: EpochId,
-        timing: Timing,
-        num_stages: int,
-        averages: Callable[[int], bool],
-        epoch_of: Callable[[EpochId], Epoch | None],
-    ):
+    def __init__(self, *, member: Member, reign: EpochId, context: RoundContext):
         self.reign = reign
         self._member = member
-        self._timing = timing
-        self._num_stages = num_stages
-        self._averages = averages
-        self._epoch_of = epoch_of
+        self._context = context
+        self._timing = context.timing
         self._since_s: float | None = None
         self._statuses: dict[Seat, Status] = {}
         self.is_synced = False
@@ -137,7 +122,7 @@ class Leader:
 
     def head(self) -> Head:
         """Where the stage stands, for the leaders of others."""
-        log, lag = self._member.log, self._member.lag
+        log, lag = self._member.log, self._context.lag
         bases = ((number, log.base_of(number, lag)) for number in range(log.next_round - 2, log.next_round + lag + 1))
         return Head(log.stage, log.next_round, tuple((number, base) for number, base in bases if base is not None))
 
@@ -160,7 +145,7 @@ class Leader:
     def _base(self, number: int, epoch: Epoch) -> tuple[str, ...] | None:
         """The heads that a round was computed from, as the leaders of all stages have told; None before they have."""
         bases = list[str]()
-        for stage in range(self._num_stages):
+        for stage in range(self._context.num_stages):
             sender, known = self._heads.get(stage, (None, {}))
             if stage == self._member.stage:
                 sender, known = epoch.leader(stage), dict(self.head().bases)
@@ -282,8 +267,17 @@ class Leader:
             )
             taken |= {each.name for each in brings}
             parts.append(Part(seat, brings))
-        averages = self._averages(present.number)
-        present.cut = Cut(log.stage, present.number, epoch.id, attempt, log.head, base, averages, tuple(parts), blamed)
+        present.cut = Cut(
+            stage=log.stage,
+            round=present.number,
+            epoch=epoch.id,
+            attempt=attempt,
+            parent=log.head,
+            base=base,
+            averages=self._context.averages(present.number),
+            parts=tuple(parts),
+            blamed=blamed,
+        )
         present.cut_s, present.said, present.blamed = now_s, {}, {}
 
     def _agreed(self, now_s: float, epoch: Epoch) -> Committed | None:
@@ -299,7 +293,7 @@ class Leader:
         if count < len(cut.parts) and not (is_late and 2 * count > len(cut.parts)):
             return None
         entry, agreement = Entry(cut, digest), tuple(present.said.values())
-        origin = self._epoch_of(cut.epoch)
+        origin = self._context.epoch_of(cut.epoch)
         close = self._member.closes[cut.round]
         return Committed(entry, agreement, close) if origin is not None and entry.is_agreed(agreement, origin) else None
 

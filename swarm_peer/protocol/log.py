@@ -38,7 +38,7 @@ class Contribution(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one member brings to the update of a round: its own contribution, and those that others have given it."""
+    """A member's part of the update of a round: its own contribution, and those that others have given it."""
 
     seat: Seat
     brings: tuple[Contribution, ...]
@@ -57,9 +57,9 @@ class Blamed(Statement):
     seats: tuple[Seat, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Who is in a round.
+    """The members of a round, as their leader proposes them.
 
     Attributes:
         epoch: in which it was made; its roster says whose agreement it needs
@@ -213,7 +213,7 @@ class Log:
 
     @property
     def base(self) -> str:
-        """What stands in place of the first entry's parent."""
+        """The hash that stands in place of the first entry's parent."""
         return hash_of(("base", self.stage, self.restart))
 
     @property

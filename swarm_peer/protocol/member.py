@@ -1,6 +1,6 @@
 """One seat's part in the rounds of one stage, as a member: what it computes, says and takes over.
 
-Its driver computes, averages and applies; what it shall do follows from the properties here, and it says when it has.
+Its driver computes, averages and applies; the properties here say what it shall do, and it says when it has done that.
 The leader's part stands in leader.py.
 """
 
@@ -24,8 +24,29 @@ from swarm_peer.protocol.log import (
     Part,
     Pass,
 )
-from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Ready, Said, Status
+from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Ready, Said, Status, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Sign, Signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundContext:
+    """All that members and leaders of one process share.
+
+    Attributes:
+        lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
+        averages: whether a round ends with an average
+        fills: whether counts fill the batch of a round
+        epoch_of: an epoch that was chosen, by its id
+        sign: signs as this process's seat
+    """
+
+    num_stages: int
+    lag: int
+    averages: Callable[[int], bool]
+    fills: Callable[[Close], bool]
+    epoch_of: EpochOf
+    sign: Sign
+    timing: Timing
 
 
 @dataclass
@@ -54,9 +75,6 @@ class Member:
     """One seat's part in the rounds of one stage, as a member.
 
     Args:
-        lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
-        averages: whether a round ends with an average
-        fills: whether counts fill the batch of a round
         log, state: those that a newcomer has taken over
 
     Attributes:
@@ -70,35 +88,20 @@ class Member:
     """
 
     def __init__(
-        self,
-        *,
-        me: Seat,
-        stage: int,
-        restart: Restart,
-        lag: int,
-        averages: Callable[[int], bool],
-        sign: Sign,
-        epoch_of: EpochOf,
-        fills: Callable[[Close], bool],
-        log: Log | None = None,
-        state: str = "",
+        self, *, me: Seat, stage: int, restart: Restart, context: RoundContext, log: Log | None = None, state: str = ""
     ):
         self.me = me
         self.stage = stage
         self.log = log or Log(stage, restart)
         self.state = state
         self.is_lost = False
+        self._context = context
         self.guests: dict[Name, Contribution] = {}
         self.carried: list[str] = []
         self.closes: dict[int, Close] = {}
         self.reign: EpochId | None = None
         self._newest_reign: EpochId | None = None
         self.lost: list[str] = []
-        self.lag = lag
-        self._averages = averages
-        self._sign = sign
-        self._epoch_of = epoch_of
-        self.fills = fills
         self.open: dict[int, OpenRound] = {}
 
     # --- what the driver shall do
@@ -109,7 +112,7 @@ class Member:
         if self.reign is None or self.state != self.log.head:
             return None
         number = self.log.next_round
-        for _ in range(self.lag):
+        for _ in range(self._context.lag):
             present = self.open.get(number)
             if present is not None and present.cut is not None and self.me in present.cut.seats:
                 number += 1
@@ -136,7 +139,7 @@ class Member:
 
     def base(self, number: int) -> str:
         """The head that microbatches of an open round are computed from."""
-        found = self.log.base_of(number, self.lag)
+        found = self.log.base_of(number, self._context.lag)
         assert found is not None, "a round is open once it has a base"
         return found
 
@@ -157,13 +160,13 @@ class Member:
     def averaged(self, cut: Cut, digest: str) -> None:
         """The driver has the result of a cut."""
         if cut == self.averaging:
-            self.open[cut.round].said = self._sign(Have(self.me, cut.epoch, cut.hash, digest))
+            self.open[cut.round].said = self._context.sign(Have(self.me, cut.epoch, cut.hash, digest))
 
     def failed(self, cut: Cut, blamed: frozenset[Seat]) -> None:
         """The driver could not average a cut."""
         if cut == self.averaging:
             seats = tuple(sorted(blamed & set(cut.seats)))
-            self.open[cut.round].failed = self._sign(Blamed(self.me, cut.epoch, cut.hash, seats))
+            self.open[cut.round].failed = self._context.sign(Blamed(self.me, cut.epoch, cut.hash, seats))
 
     def reached(self, state: str) -> None:
         """The weights embody an entry now, or the base of the log."""
@@ -179,7 +182,7 @@ class Member:
     def to_hand_over(self) -> list[Contribution]:
         """All that this seat could bring, for stage-mates to bring in its place."""
         number = self.log.next_round
-        while not self._averages(number):
+        while not self._context.averages(number):
             number += 1
         present = self.open.get(self.log.next_round)
         own = (*self.carried, *(present.samples if present is not None else ()))
@@ -200,7 +203,7 @@ class Member:
         """Close a round, if these counts fill its batch. Returns whether it is closed."""
         if close.round in self.closes:
             return True
-        if close.round < self.log.next_round or not self.fills(close):
+        if close.round < self.log.next_round or not self._context.fills(close):
             return False
         self.closes[close.round] = close
         self.open.setdefault(close.round, OpenRound(close.round))
@@ -219,7 +222,7 @@ class Member:
             may_pass = not self._is_ready(present) or self._is_left_out_rightly(present, cut)
             present.cut, present.said, present.failed = cut, None, None
             if may_pass:
-                present.said = self._sign(Pass(self.me, cut.epoch, cut.hash))
+                present.said = self._context.sign(Pass(self.me, cut.epoch, cut.hash))
         elif mine is not None and set(own.brings) <= set(mine.brings) and self._is_of_base(own, cut):
             present.cut, present.said, present.failed = cut, None, None
 
@@ -236,7 +239,7 @@ class Member:
     def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
         """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""
         log = Log(self.stage, self.log.restart, committed)
-        return log if log.is_valid(set(self.log.heads()), self._epoch_of, self.fills) else None
+        return log if log.is_valid(set(self.log.heads()), self._context.epoch_of, self._context.fills) else None
 
     def take_commit(self, committed: Committed) -> bool:
         """Follow an entry that comes next. Returns False if the log has to be asked for."""
@@ -246,8 +249,13 @@ class Member:
             return True
         if (cut.round, cut.parent) != (self.log.next_round, self.log.head):
             return False
-        epoch = self._epoch_of(cut.epoch)
-        if epoch is None or not entry.is_agreed(agreement, epoch) or close.round != cut.round or not self.fills(close):
+        epoch = self._context.epoch_of(cut.epoch)
+        if (
+            epoch is None
+            or not entry.is_agreed(agreement, epoch)
+            or close.round != cut.round
+            or not self._context.fills(close)
+        ):
             return False
         self._append(committed)
         return True
@@ -277,11 +285,11 @@ class Member:
     def look_whether_lost(self, evidence: Committed) -> bool:
         """Note that entries of this stage are gone, if an entry of another was computed from one that its log lacks."""
         cut = evidence.entry.cut
-        epoch = self._epoch_of(cut.epoch)
+        epoch = self._context.epoch_of(cut.epoch)
         if epoch is None or cut.stage == self.stage or cut.round < self.log.restart.first_round:
             return self.is_lost
         if evidence.entry.is_agreed(evidence.agreement, epoch):
-            self.is_lost |= self.log.base_of(cut.round, self.lag) != cut.base[self.stage]
+            self.is_lost |= self.log.base_of(cut.round, self._context.lag) != cut.base[self.stage]
         return self.is_lost
 
     def take_log(self, log: Log, reign: EpochId) -> None:
@@ -327,11 +335,11 @@ class Member:
         return present.is_drained and self.state == self.log.head
 
     def part_of(self, number: int) -> Part | None:
-        """What this seat brings to a round; None while it is not ready."""
+        """All that this seat brings to a round; None while it is not ready."""
         present = self.open.get(number)
         if present is None or not self._is_ready(present):
             return None
-        if not self._averages(number):
+        if not self._context.averages(number):
             return Part(self.me, ())
         own = (*self.carried, *present.samples)
         brings = [Contribution(Name(self.me, number), len(own), own, present.base or ())] if own else []
@@ -352,7 +360,7 @@ class Member:
                 said.append(Ready(self.stage, number, self.log.head, part))
         if self.stage == 0 and (working := self.working) is not None and working.base is not None:
             done = Done(self.me, epoch.id, working.number, len(working.samples), working.base)
-            said.append(Counted(self._sign(done)))
+            said.append(Counted(self._context.sign(done)))
         return said
 
     def status(self) -> Status:

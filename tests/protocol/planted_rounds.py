@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from swarm_peer.protocol import leader, log
+from swarm_peer.protocol import leader
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Log, Name, Part
 from swarm_peer.protocol.member import Member
 
 
-def cuts_take_names_twice(self: Leader, now_s: float, epoch: Any, seats: Any, attempt: int, blamed: Any = ()) -> None:
+def cuts_take_names_twice(self: Leader, *args: Any) -> None:
     """Two members bring the same guest."""
-    present, head = self._round, self._member.log.head
-    if (base := self._base(present.number, epoch)) is None:
-        return
-    parts = tuple(
-        Part(seat, tuple(each for each in present.ready[seat].brings if each.base in ((), base)))
-        for seat in sorted(seats)
-    )
-    averages = self._averages(present.number)
-    present.cut = log.Cut(self._member.stage, present.number, epoch.id, attempt, head, base, averages, parts, blamed)
-    present.cut_s, present.said, present.blamed = now_s, {}, {}
+    _cut(self, *args)
+    if (cut := self._round.cut) is not None:
+        kept = [tuple(b for b in self._round.ready[s].brings if b.base in ((), cut.base)) for s in cut.seats]
+        self._round.cut = replace(cut, parts=tuple(map(Part, cut.seats, kept)))
 
 
+_cut = Leader._cut
 _part_of = Member.part_of
 
 
@@ -41,21 +37,21 @@ def computes_from_any_base(self: Member, number: int, samples: Any, base: Any) -
     return True
 
 
-def other_bases_count(self: Leader, now_s: float, epoch: Any, seats: Any, attempt: int, blamed: Any = ()) -> None:
+def other_bases_count(self: Leader, *args: Any) -> None:
     """What was computed from another base than the round's is in its cut all the same."""
-    present, head = self._round, self._member.log.head
-    if (base := self._base(present.number, epoch)) is None:
-        return
-    parts, taken = [], set[Name]()
-    for seat in sorted(seats):
-        brings = [each for each in present.ready[seat].brings if each.name not in taken]
+    _cut(self, *args)
+    cut, taken, parts = self._round.cut, set[Name](), []
+    for seat in cut.seats if cut is not None else ():
+        brings = tuple(each for each in self._round.ready[seat].brings if each.name not in taken)
         taken |= {each.name for each in brings}
-        parts.append(Part(seat, tuple(brings)))
-    averages = self._averages(present.number)
-    present.cut = log.Cut(
-        self._member.stage, present.number, epoch.id, attempt, head, base, averages, tuple(parts), blamed
-    )
-    present.cut_s, present.said, present.blamed = now_s, {}, {}
+        parts.append(Part(seat, brings))
+    if cut is not None:
+        self._round.cut = replace(cut, parts=tuple(parts))
+
+
+def members_mind_no_base(self: Member, part: Part, cut: Any) -> bool:
+    """A member is in a cut that its own base is not of."""
+    return True
 
 
 def statements_of_any_cut_count(self: Leader, sender: Any, statement: Any) -> Any:
@@ -107,6 +103,7 @@ MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {
         (Leader, "_cut", cuts_take_names_twice),
         (Member, "computed", computes_from_any_base),
         (Leader, "_cut", other_bases_count),
+        (Member, "_is_of_base", members_mind_no_base),
         (Leader, "take_said", statements_of_any_cut_count),
         (Leader, "_sync", leaders_do_not_ask),
         (Member, "take_entries", members_take_any_log),

@@ -17,13 +17,18 @@ from driver import Driver
 
 from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, Rules, choose_restart
-from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.member import RoundContext
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Sign, Signed
 
 TICK_S = 0.5
+# Each schedule has one of these sets of faults.
+FLAVOURS = (
+    ("crash", "midway", "restart", "halves", "one link", "one way", "heal", "stall", "leave"),
+    ("midway", "midway", "midway", "restart"),
+    ("leave", "leave", "stall", "midway", "restart"),
+)
 # Kinds of messages before which processes crash; the entry that few have heard of is the most dangerous one.
 TRAPS = ("Commit", "Commit", "Commit", "Cutting", "Close", "Ready", "Said", "Entries", "Accept", "News")
 # Faults come before, and then none; what has to come true then has this long.
@@ -119,6 +124,7 @@ class World:
         )
         self.processes: dict[str, Process] = {}
         self._add_processes()
+        self._kinds = self.random.choice(FLAVOURS)
         num_faults = self.random.randrange(0, 12) if num_faults is None else num_faults
         for _ in range(num_faults):
             self._at(2.0 + (CALM_AT_S - 4.0) * self.random.random(), self._strike)
@@ -191,30 +197,16 @@ class World:
 
     def make_core(self, membership: Membership, sign: Sign) -> Core:
         """The core of a process; planted mistakes make another one."""
-        return Core(
-            membership=membership,
-            rules=self.rounds,
-            make_member=lambda stage, prepared: Member(
-                me=membership.me,
-                stage=stage,
-                restart=membership.epoch.restart,
-                lag=self.rounds.lag,
-                averages=self.rounds.averages,
-                sign=sign,
-                epoch_of=membership.epoch_of,
-                fills=lambda close: self.rounds.fills(close, membership.epoch_of),
-                log=prepared[0] if prepared is not None else None,
-                state=prepared[1] if prepared is not None else "",
-            ),
-            make_leader=lambda member, reign: Leader(
-                member=member,
-                reign=reign,
-                timing=self.timing,
-                num_stages=self.rules.num_stages,
-                averages=self.rounds.averages,
-                epoch_of=membership.epoch_of,
-            ),
+        context = RoundContext(
+            num_stages=self.rules.num_stages,
+            lag=self.rounds.lag,
+            averages=self.rounds.averages,
+            fills=lambda close: self.rounds.fills(close, membership.epoch_of),
+            epoch_of=membership.epoch_of,
+            sign=sign,
+            timing=self.timing,
         )
+        return Core(membership=membership, context=context)
 
     def _tick(self, process: Process) -> None:
         self._at(self.now_s + TICK_S * (0.9 + 0.2 * self.random.random()), lambda: self._tick(process))
@@ -264,9 +256,7 @@ class World:
     # --- faults
 
     def _strike(self) -> None:
-        kind = self.random.choice(
-            ("crash", "midway", "midway", "restart", "halves", "one link", "one way", "heal", "stall", "leave", "leave")
-        )
+        kind = self.random.choice(self._kinds)
         process = self.processes[self.random.choice(sorted(self.processes))]
         if kind == "midway" and self.random.random() < 0.7:
             process = self._leading() or process
