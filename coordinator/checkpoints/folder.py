@@ -159,7 +159,9 @@ def mark_diverged(files: FileStore, folder: str) -> None:
     Raises:
         OSError: the store does not take it
     """
-    files.write(f"{folder}/{DIVERGED}", lambda path: path.write_text("no loss of these weights was finite\n"))
+    files.write(
+        f"{folder}/{DIVERGED}", lambda path: path.write_text("no loss of these weights was finite\n", encoding="utf-8")
+    )
 
 
 def round_of(files: FileStore, folder: str, unknown: int) -> int:
