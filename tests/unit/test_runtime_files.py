@@ -199,3 +199,16 @@ def test_a_folder_that_cannot_be_listed_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError, match=r"cannot list the folder d/sub: Permission denied; let this user read it"):
         read("./d")
+
+
+def test_a_file_of_a_folder_without_documents_is_named_where_others_have_some(caplog: pytest.LogCaptureFixture) -> None:
+    put("d/news.jsonl")
+    Path("d/metadata.json").write_text('{"license": "CC0", "authors": ["a", "b"]}')
+    assert read("./d") == ["d/news.jsonl"]
+    assert "file_without_documents reason=cannot read" in caplog.text
+    assert "d/metadata.json" in caplog.text
+    with pytest.raises(UserError, match=r"d/metadata\.json: .*mend the file, or leave it out"):
+        read("json", "d/news.jsonl", "d/metadata.json")
+    Path("d/news.jsonl").write_text('{"words": "x"}')
+    with pytest.raises(UserError, match="mend the file, or leave it out"):
+        read("./d")

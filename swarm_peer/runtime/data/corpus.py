@@ -66,15 +66,20 @@ def open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
 def check_shards(section: DataSection, shards: Sequence[Shard]) -> None:
     """Say which files are left out, and see that files can be read.
 
-    Of many files some alone are looked into, and of those on the hub one.
+    Of many files some alone are looked into, and of those on the hub one. A file in a folder may be there for something
+    else: where others can be read, the log names it.
 
     Raises:
-        UserError: one of them has no document because of what is in it
+        UserError: a file that the manifest names, or each one of a folder, has no document because of what is in it
     """
     tell_left_out(section)
     own = [shard for shard in shards if isinstance(shard, RecordShard)]
-    for shard in own[: 1 if own and own[0].is_remote else MOST_CHECKED]:
-        shard.check()
+    checked = own[: 1 if own and own[0].is_remote else MOST_CHECKED]
+    problems = [problem for shard in checked if (problem := shard.problem()) is not None]
+    if problems and (section.files or len(problems) == len(checked)):
+        raise problems[0]
+    for problem in problems:
+        log.warning("file_without_documents reason=%s", problem)
 
 
 def tell_left_out(section: DataSection) -> None:

@@ -69,8 +69,12 @@ class RecordShard:
         """As Shard says."""
         return self._documents(offset, stride, self._tell)
 
-    def check(self) -> None:
-        """Raise UserError if the file has records, or was meant to have some, and none of them can be used."""
+    def problem(self) -> UserError | None:
+        """The error to raise if the file has records, or was meant to have some, and none of them can be used.
+
+        Raises:
+            UserError: the machine or the hub failed
+        """
         problem, num_problems = "", 0
 
         def note(_: str, place: Place, reason: str) -> None:
@@ -79,7 +83,8 @@ class RecordShard:
 
         if next(self._documents(0, 1, note), None) is None and problem:
             others = ", and no other record can be used" if num_problems > 1 else ""
-            raise UserError(f"cannot read {self._name}: {problem}{others}; mend the file, or leave it out")
+            return UserError(f"cannot read {self._name}: {problem}{others}; mend the file, or leave it out")
+        return None
 
     def _documents(self, offset: int, stride: int, tell: Callable[[str, Place, str], None]) -> Iterator[str]:
         place: Place = ""
