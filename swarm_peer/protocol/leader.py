@@ -9,7 +9,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm_peer.protocol.epochs import Epoch
-from swarm_peer.protocol.log import Blamed, Close, Committed, Cut, Done, Entry, Have, Log, Name, Part, Pass
+from swarm_peer.protocol.log import (
+    Blamed,
+    Close,
+    Committed,
+    Contribution,
+    Cut,
+    Done,
+    Entry,
+    Have,
+    Log,
+    Name,
+    Part,
+    Pass,
+)
 from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.messages import (
     Blame,
@@ -260,13 +273,15 @@ class Leader:
         present, log = self._round, self._member.log
         if (base := self._base(present.number, epoch)) is None:
             return
-        taken, parts = set[Name](), list[Part]()
-        for seat in sorted(seats):
-            brings = tuple(
-                each for each in present.ready[seat].brings if each.name not in taken and each.base in ((), base)
-            )
-            taken |= {each.name for each in brings}
-            parts.append(Part(seat, brings))
+        offered = [(seat, each) for seat in sorted(seats) for each in present.ready[seat].brings]
+        # A seat that still has its own contribution brings it: others may have been given a part of it.
+        offered.sort(key=lambda pair: pair[1].name.seat != pair[0])
+        brings: dict[Seat, list[Contribution]] = {seat: [] for seat in sorted(seats)}
+        taken = set[Name]()
+        for seat, each in offered:
+            if each.name not in taken and each.base in ((), base):
+                taken.add(each.name)
+                brings[seat].append(each)
         present.cut = Cut(
             stage=log.stage,
             round=present.number,
@@ -275,7 +290,7 @@ class Leader:
             parent=log.head,
             base=base,
             averages=self._context.averages(present.number),
-            parts=tuple(parts),
+            parts=tuple(Part(seat, tuple(each)) for seat, each in brings.items()),
             blamed=blamed,
         )
         present.cut_s, present.said, present.blamed = now_s, {}, {}

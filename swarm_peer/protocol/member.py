@@ -174,7 +174,7 @@ class Member:
 
     def take_guest(self, contribution: Contribution) -> bool:
         """Keep a contribution that a leaver has given this seat, under its name. May come again."""
-        if contribution.name.round < self.log.next_round:
+        if contribution.name.round < self.log.next_round or contribution.name.seat == self.me:
             return False
         self.guests[contribution.name] = contribution
         return True
