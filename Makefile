@@ -12,7 +12,7 @@ DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
 SEEDS ?= 30
 
-.PHONY: help setup demo test test-all quick unit simulation tube integration faults gpu soak lint format clean
+.PHONY: help setup demo test test-all quick unit simulation protocol tube integration faults gpu soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 
 tube: $(VENV)/.installed-dev  ## Swarms in virtual time, with faults from seeds: SEEDS=30
 	$(BIN)/python tests/tube seeds --count $(SEEDS) --results runs/tube.jsonl
+
+protocol: $(VENV)/.installed-dev  ## Schedules of the protocol's core, with faults from seeds: SEEDS=30
+	$(BIN)/python tests/protocol --count $(SEEDS)
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit

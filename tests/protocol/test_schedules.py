@@ -1,4 +1,4 @@
-"""Who is in the run is agreed whatever the network does, and mistakes in that are found."""
+"""Who is in the run and what counts is agreed whatever the network does, and mistakes in that are found."""
 
 import ballots
 import planted_membership
