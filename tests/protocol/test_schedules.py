@@ -2,6 +2,7 @@
 
 import ballots
 import planted_membership
+import planted_rounds
 import pytest
 import world
 
@@ -29,3 +30,9 @@ def test_schedules_find(mistake):
     seed = planted_membership.BY_SCHEDULES[mistake]
     with pytest.raises(world.Violation):
         world.run(seed, mistake)
+
+
+@pytest.mark.parametrize("mistake", planted_rounds.FOUND_BY)
+def test_schedules_find_mistakes_in_rounds(mistake):
+    with planted_rounds.planted(mistake), pytest.raises(world.Violation):
+        world.run(planted_rounds.FOUND_BY[mistake])

@@ -296,12 +296,12 @@ class World:
         return self.random.choice(leading) if leading else None
 
     def _calm(self) -> None:
-        """From now on there are no faults, and crashed processes are started again."""
+        """From now on there are no faults, and most crashed processes are started again."""
         self.network.cut, self.network.is_calm = set(), True
         self.checks.calm()
         for process in self.processes.values():
             process.stalled_until_s, process.trap = 0.0, None
-            if process.core is None:
+            if process.core is None and (process.has_key or self.random.random() < 0.7):
                 self.start(process)
 
     # --- invariants
