@@ -268,7 +268,7 @@ class Membership:
         if is_voter:
             for seat in self._probed_s:
                 self._send(seat.peer, Probe())
-        elif self._probed_s:
+        if self._probed_s:  # other voters may not watch them
             self._send_all(epoch.voters, Missing(frozenset(self._probed_s)))
 
     def _own_wishes(self) -> list[Signed[Wish]]:
