@@ -326,6 +326,9 @@ class World:
         if not has_key and not newest.is_quorum(set(living) & set(newest.voters), newest.voters):
             self.count("nobody can decide")
             return
+        if len(living) == 1 and set(newest.seats) - set(living):
+            self.count("one is alone")  # it cannot tell whether the others are gone, or it is cut off itself
+            return
         if behind := [peer for peer, core in cores.items() if core.epoch.id != newest.id and core.membership.desired]:
             raise Violation(f"{behind} have not heard of {newest.id}")
         lost = {stage for stage in newest.begun if not newest.roster(stage)}
