@@ -15,6 +15,7 @@ from swarm_peer.protocol.log import Close, Committed, Log
 from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
+    Begin,
     Blame,
     Body,
     Commit,
@@ -206,11 +207,11 @@ class Core:
             return []
         stage = body.cut.stage if isinstance(body, Cutting) else None
         stage = body.committed.entry.cut.stage if isinstance(body, Commit) else stage
-        stage = body.stage if isinstance(body, Status | Entries | Ready | Said | Blame) else stage
+        stage = body.stage if isinstance(body, Begin | Status | Entries | Ready | Said | Blame) else stage
         assert stage is not None
         if sender not in self.epoch.roster(stage):
             return []
-        if isinstance(body, Cutting | Commit | Entries):
+        if isinstance(body, Begin | Cutting | Commit | Entries):
             return self._handle_as_member(sender, stage, body)
         return self._handle_as_leader(now_s, sender, stage, body)
 
@@ -230,12 +231,14 @@ class Core:
         closes = (member.close_of(head.round) for member in self.members.values())
         yield from [close for close in closes if close is not None][:1]
 
-    def _handle_as_member(self, sender: Seat, stage: int, body: Cutting | Commit | Entries) -> Iterable[Body]:
+    def _handle_as_member(self, sender: Seat, stage: int, body: Begin | Cutting | Commit | Entries) -> Iterable[Body]:
         member = self.members.get(stage)
         if member is None or sender != self.epoch.leader(stage) or sender == self.membership.me:
             return []
         if isinstance(body, Entries):
             member.take_entries(body)
+        elif member.reign is not None and isinstance(body, Begin):
+            member.take_base(body.round, body.base)
         elif member.reign is not None and isinstance(body, Cutting):
             member.take_cut(body.cut)
         elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
@@ -278,6 +281,8 @@ class Core:
         for own in said:
             if isinstance(own, Cutting):
                 member.take_cut(own.cut)
+            elif isinstance(own, Begin):
+                member.take_base(own.round, own.base)
         sent = list[Sent]()
         is_new = [type(each) for each in said] != self._spoken.get(stage) or any(isinstance(e, Commit) for e in said)
         self._spoken[stage] = [type(each) for each in said]

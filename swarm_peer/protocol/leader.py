@@ -25,6 +25,7 @@ from swarm_peer.protocol.log import (
 )
 from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.messages import (
+    Begin,
     Blame,
     Body,
     Commit,
@@ -189,7 +190,8 @@ class Leader:
             self._close(epoch)
         present = self._round
         if present.number not in self._member.closes:
-            return []
+            base = self._base(present.number, epoch)
+            return [] if base is None else [Begin(self._member.stage, present.number, base)]
         said: list[Body] = [self._member.closes[present.number]]
         if present.cut is None:
             self._cut_when_ready(now_s, epoch)

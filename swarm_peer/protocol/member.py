@@ -209,6 +209,15 @@ class Member:
         self.open.setdefault(close.round, OpenRound(close.round))
         return True
 
+    def take_base(self, number: int, base: tuple[str, ...]) -> None:
+        """Give up what was computed in an open round from other heads than its own."""
+        present = self.open.get(number)
+        if present is None or number in self.closes or present.base in (None, base):
+            return
+        if base[self.stage] == self.base(number):
+            self.lost += present.samples
+            present.samples, present.base = [], None
+
     def take_cut(self, cut: Cut) -> None:
         """Be in a cut, or agree to be left out."""
         if (cut.round, cut.parent) != (self.log.next_round, self.log.head) or cut.round not in self.closes:

@@ -109,6 +109,15 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """The leader says from which heads the open round is computed: what a member has computed from others is void."""
+
+    stage: int
+    round: int
+    base: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Evidence:
     """An entry of another stage, to a leader whose log lacks what that was computed from."""
 
@@ -190,7 +199,7 @@ class Commit:
     committed: Committed
 
 
-Rounds = Counted | Close | Head | Evidence | Status | Entries | Ready | Cutting | Said | Blame | Commit
+Rounds = Counted | Close | Head | Begin | Evidence | Status | Entries | Ready | Cutting | Said | Blame | Commit
 Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | Recall | News | Rounds
 
 
