@@ -94,10 +94,11 @@ class MeetsNobody(Membership):
 # With walks and schedules that find them.
 BY_WALKS = {ForgetsPromises: 562, OverlooksWhatWasAccepted: 98, AcceptsEarlierBallots: 238}
 BY_SCHEDULES = {
-    OneVoteIsEnough: 1,
+    OneVoteIsEnough: 0,
     ListensToOldEpochs: 27,
     KeepsWhatItAccepted: 1,
-    TermsComeTwice: 226,
     FindsNobodySilent: 7,
-    MeetsNobody: 68,
+    MeetsNobody: 64,
 }
+# In 260 schedules no coordinator starts again and then decides in a term of its own that is not the newest.
+NOT_FOUND = (TermsComeTwice,)
