@@ -11,17 +11,35 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from swarm_peer.errors import UserError
 
-# PyYAML knows YAML 1.1, for which 1e-06, 1e6 and 1.0e6 are texts: there, a float has a point and a signed exponent.
-# With a longer exponent it is no number that a computer has, but rather a hash, such as 12e4567.
-_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]{1,3}$")
-_MERGE_TAG = "tag:yaml.org,2002:merge"
+# PyYAML knows YAML 1.1, for which 1e-06 and 1e6 are texts, `yes` is true, 017 is 15 and 1:30 is 90. These are the
+# scalars of YAML 1.2. With a longer exponent it is no number that a computer has, but rather a hash, such as 12e4567.
+_SCALARS = {
+    "bool": re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"),
+    "int": re.compile(r"(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    "float": re.compile(
+        r"(?:[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
+_TAG = "tag:yaml.org,2002:"
+_MERGE_TAG = f"{_TAG}merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values only, and takes what looks like a number of YAML 1.2 for one."""
+    """Reads plain values only, by YAML 1.2."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """A whole number; 017 is 17."""
+        text = self.construct_scalar(node)
+        return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag.removeprefix(_TAG) not in _SCALARS]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for kind, pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"{_TAG}{kind}", pattern, list("-+.0123456789tTfF"))
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_yaml_int)
 
 
 def parse_yaml(text: str) -> Any:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from math import inf
 from typing import Annotated, Any
 
@@ -190,6 +191,10 @@ def run_app(application: App) -> Callable[[], None]:
         except SwarmError as error:
             print(f"{name}: {on_one_line(str(error))}", file=sys.stderr)
             sys.exit(130 if isinstance(error, Interrupted) else 1)
+        except BrokenPipeError:
+            # The reader, such as `head`, has enough. Python would complain when it flushes at the end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
         except OSError as error:
             if (fault := machine_fault(error)) is None:
                 raise
@@ -211,6 +216,13 @@ def _check_surroundings() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # the terminal may know few letters, and models write any
+    for option, value in pairwise(sys.argv[1:]):
+        if option.startswith("--") and option != "--prompt" and not value:
+            raise UserError(f"{option} has an empty value: give one, or leave it out (is a shell variable unset?)")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the folder that this was started in is gone: change to another one") from error
     for argument in sys.argv[1:]:
         # Python reads bytes that are no text in the locale's encoding as lone surrogates.
         if any(0xD800 <= ord(character) <= 0xDFFF for character in argument):

@@ -156,6 +156,8 @@ class ModelSource:
         Raises:
             UserError: no safetensors, or a damaged one
         """
+        if not os.access(path, os.R_OK):
+            raise self.error(f"has {file}, which this user may not read: allow it")
         try:
             with safe_open(path, framework="pt") as content:
                 yield content

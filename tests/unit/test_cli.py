@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -237,6 +238,38 @@ def test_bytes_that_are_no_text_are_refused(words, run):
     assert re.fullmatch(
         r"swarm-peer: '@?(caf)?\\u[0-9a-f]{4}' is no text in this shell's encoding \(utf-8\): type it .*\n", err
     )
+
+
+@pytest.mark.parametrize("option", ["--output", "--checkpoints"])
+def test_an_unset_variable_is_no_value(option, run):
+    code, _, err = run("swarm-coordinator", "serve", "demo", option, "")
+    assert code == 2
+    assert err.startswith(
+        f"swarm-coordinator: {option} has an empty value: give one, or leave it out (is a shell variable"
+    )
+
+
+def test_a_folder_that_is_gone_is_left(run, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, _, err = run("swarm-coordinator", "status")
+    assert (code, err) == (2, "swarm-coordinator: the folder that this was started in is gone: change to another one\n")
+
+
+def test_who_reads_no_more_gets_no_traceback():
+    program = (
+        "import sys; from swarm_peer.cli import make_app, run_app\n"
+        "app = make_app('swarm-peer', '')\n"
+        "@app.default\ndef main():\n  for _ in range(100000): print('a line')\n"
+        "sys.argv = ['swarm-peer']\nrun_app(app)()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(30) == 1
+        assert process.stderr.read() == b""
 
 
 def test_a_terminal_that_lacks_letters_gets_escapes(monkeypatch):
