@@ -191,6 +191,13 @@ def run_app(application: App) -> Callable[[], None]:
         except SwarmError as error:
             print(f"{name}: {on_one_line(str(error))}", file=sys.stderr)
             sys.exit(130 if isinstance(error, Interrupted) else 1)
+        except UnicodeEncodeError as error:
+            if sys.getfilesystemencoding() == "utf-8":
+                raise
+            letters, known = error.object[error.start : error.end], sys.getfilesystemencoding()
+            advice = "take a UTF-8 locale (LC_ALL=C.UTF-8)"
+            print(f"{name}: this shell's encoding ({known}) has no {letters!a}: {advice}", file=sys.stderr)
+            sys.exit(2)
         except BrokenPipeError:
             # The reader, such as `head`, has enough. Python would complain when it flushes at the end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

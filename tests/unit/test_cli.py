@@ -272,6 +272,18 @@ def test_who_reads_no_more_gets_no_traceback():
         assert process.stderr.read() == b""
 
 
+@pytest.mark.parametrize(("encoding", "is_told"), [("ascii", True), ("utf-8", False)])
+def test_a_locale_that_lacks_a_files_letters_is_named(encoding, is_told, monkeypatch, capsys):
+    app = swarm_peer.cli.make_app("swarm-peer", "")
+    app.default(lambda: "b\xfccher".encode("ascii"))
+    monkeypatch.setattr(sys, "argv", ["swarm-peer"])
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: encoding)
+    with pytest.raises(SystemExit if is_told else UnicodeEncodeError):
+        swarm_peer.cli.run_app(app)()
+    told = "swarm-peer: this shell's encoding (ascii) has no '\\xfc': take a UTF-8 locale (LC_ALL=C.UTF-8)\n"
+    assert capsys.readouterr().err == (told if is_told else "")
+
+
 def test_a_terminal_that_lacks_letters_gets_escapes(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stdout)

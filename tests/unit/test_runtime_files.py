@@ -212,3 +212,14 @@ def test_a_file_of_a_folder_without_documents_is_named_where_others_have_some(ca
     Path("d/news.jsonl").write_text('{"words": "x"}')
     with pytest.raises(UserError, match="mend the file, or leave it out"):
         read("./d")
+
+
+def test_two_stars_lead_through_no_links(tmp_path: Path) -> None:
+    put("d/a.txt", "d/sub/b.txt", "d/sub/deep/c.txt", "d/sub/deep/c.md", "other/e.txt")
+    for name in ("up", "again"):
+        Path("d/sub", name).symlink_to(Path("d").resolve())
+    assert read("text", "d/**") == ["d/a.txt", "d/sub/b.txt", "d/sub/deep/c.md", "d/sub/deep/c.txt"]
+    assert read("text", "d/**/*.txt") == ["d/a.txt", "d/sub/b.txt", "d/sub/deep/c.txt"]
+    assert read("text", "*/**/*.txt") == ["d/a.txt", "d/sub/b.txt", "d/sub/deep/c.txt", "other/e.txt"]
+    assert read("text", "**/deep/*.md") == ["d/sub/deep/c.md"]
+    assert left_out("text", "d/**")["a link to a folder"] == ["d/sub/again", "d/sub/up"]

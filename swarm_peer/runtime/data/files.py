@@ -9,6 +9,7 @@ Knows nothing of what is inside, but for the list of files in a zip archive.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import itertools
 import os
@@ -198,10 +199,10 @@ def _matches(path: str, found: Found) -> dict[str, tuple[str, ...]]:
         return {str(each): each.relative_to(path).parts for each in _walk(Path(path), found)}
     if os.path.isfile(path):
         return {path: ()}
-    matches = glob.glob(path, recursive=True)
+    matches = _found_by(path, found)
     if not matches:  # brackets may belong to the name of a file or folder
         path = path.replace("[", "[[]")
-        matches = glob.glob(path, recursive=True)
+        matches = _found_by(path, found)
     if "**" not in path:
         for folder in filter(os.path.isdir, sorted(matches)):
             found.leave_out(folder, "a folder (/** behind its name reads it)")
@@ -211,6 +212,20 @@ def _matches(path: str, found: Found) -> dict[str, tuple[str, ...]]:
     num_named = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), PurePath(path).parts)))
     parts = {file: PurePath(file).parts[num_named:] for file in files}
     return {file: found_parts for file, found_parts in parts.items() if not _is_hidden(found_parts)}
+
+
+def _found_by(pattern: str, found: Found) -> list[str]:
+    """The files and folders that a pattern finds; ** leads to files, through no links, which may lead in circles."""
+    head, stars, tail = pattern.partition("**")
+    names = tail.strip("/").split("/") if tail.strip("/") else ["*"]
+    if not stars or "**" in tail or (head and not head.endswith("/")) or (tail and not tail.startswith("/")):
+        return glob.glob(pattern, recursive=True)
+    files = [path for folder in glob.glob(head or ".") if os.path.isdir(folder) for path in _walk(Path(folder), found)]
+    return [
+        str(path)
+        for path in files
+        if all(map(fnmatch.fnmatchcase, path.parts[-len(names) :], names)) and len(path.parts) >= len(names)
+    ]
 
 
 def _walk(folder: Path, found: Found) -> list[Path]:
