@@ -30,7 +30,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "data", [("text", "a.txt"), ("text", "~/public/*.txt"), (".",), ("./",), ("HOME/public",), ("~/public",)]
+    "data",
+    [
+        ("text", "a.txt"),
+        ("text", "~/public/*.txt"),
+        ("text", "**/a.txt"),  # two stars follow no links
+        *((".",), ("./",), ("HOME/public",), ("~/public",)),
+    ],
 )
 def test_what_lies_below_the_data_dir_may_be_read(home: Path, data: Any) -> None:
     manifest = manifest_of(*(part.replace("HOME", str(home)) for part in data))
@@ -50,7 +56,6 @@ def test_what_lies_below_the_data_dir_may_be_read(home: Path, data: Any) -> None
         ("text", "*/../../../private/a.txt"),
         ("text", "link/a.txt"),
         ("text", "*/a.txt"),
-        ("text", "**/a.txt"),
         ("/etc",),
         ("~",),
         ("../../private",),
