@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 
 # torch makes sockets there whose names add 34 bytes, and with its last byte a socket's path has at most 108.
 MAX_TEMPORARY_BYTES = 73
+STDOUT = 1  # its descriptor
+# Variables that name that folder. Python passes over one that does not work, and torch does not.
+TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 
 # Control characters and Unicode's ends of lines, by their escapes. Peers choose much of what the log and errors quote:
 # a line break would begin a line that looks like the log's own, and a terminal would obey the rest.
@@ -199,8 +203,10 @@ def run_app(application: App) -> Callable[[], None]:
             print(f"{name}: this shell's encoding ({known}) has no {letters!a}: {advice}", file=sys.stderr)
             sys.exit(2)
         except BrokenPipeError:
+            if not _has_no_reader(STDOUT):  # but a connection of the program has failed
+                raise
             # The reader, such as `head`, has enough. Python would complain when it flushes at the end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
             sys.exit(1)
         except OSError as error:
             if (fault := machine_fault(error)) is None:
@@ -212,6 +218,13 @@ def run_app(application: App) -> Callable[[], None]:
             sys.exit(130)
 
     return run
+
+
+def _has_no_reader(descriptor: int) -> bool:
+    """Whether nobody reads any more what is written to a pipe."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _check_surroundings() -> None:
@@ -241,12 +254,7 @@ def _check_surroundings() -> None:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
         raise UserError(f"{error.strerror}: name a folder that can be written to in TMPDIR") from error
-    for name in (
-        "TMPDIR",
-        "TEMP",
-        "TMP",
-        "TEMPDIR",
-    ):  # Python passes over a folder that does not work, and torch does not
+    for name in TEMPORARY:
         if (named := os.environ.get(name)) and not os.access(named, os.W_OK | os.X_OK):
             raise UserError(f"{name} names {named}, which is no folder that can be written to: correct or unset it")
     if (length := len(os.fsencode(folder))) > MAX_TEMPORARY_BYTES:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-# A batch is launched up to twenty times. So many different ones have to fail before the weights are to blame.
+# Different batches that have to fail before the weights are to blame: each one is launched up to twenty times.
 BATCHES_OF_DIVERGED = 3
 # Of the batches that failed last, so many are remembered: one that fails for another reason must not count for ever.
 BATCHES_REMEMBERED = 8
 # For so long after the last failure, a peer that has nothing under way is still in trouble: it launches again in a
 # moment, unless others have filled the global batch.
 IDLE_S = 10.0
-# So many updates in a row are left out before a peer complains. One may be a burst of odd samples.
+# Updates in a row that are left out before a peer complains: one may be due to a burst of odd samples.
 UPDATES_MISSED = 3
 
 

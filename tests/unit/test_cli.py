@@ -284,6 +284,18 @@ def test_a_locale_that_lacks_a_files_letters_is_named(encoding, is_told, monkeyp
     assert capsys.readouterr().err == (told if is_told else "")
 
 
+def test_a_connection_that_breaks_is_no_reader_that_has_enough(monkeypatch):
+    app = swarm_peer.cli.make_app("swarm-peer", "")
+
+    @app.default
+    def fail():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "argv", ["swarm-peer"])
+    with pytest.raises(BrokenPipeError):
+        swarm_peer.cli.run_app(app)()
+
+
 def test_a_terminal_that_lacks_letters_gets_escapes(monkeypatch):
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 from collections.abc import Iterator
@@ -52,9 +53,9 @@ def _locked(port: int) -> AbstractContextManager[object] | None:
     lock = socket.socket(socket.AF_UNIX)
     try:
         lock.bind(f"\0swarm-port-{port}")
-    except OSError:
+    except OSError as error:
         lock.close()
-        return None
+        return None if error.errno == errno.EADDRINUSE else nullcontext()
     return lock
 
 

@@ -64,7 +64,7 @@ def temporary_folder() -> Path:
     is_named = any(os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))  # those that tempfile looks at
     if is_named or not is_in_memory(usual):
         return usual
-    return ON_DISK if os.access(ON_DISK, os.W_OK | os.X_OK) and not is_in_memory(ON_DISK) else usual
+    return ON_DISK if is_usable(str(ON_DISK)) and not is_in_memory(ON_DISK) else usual
 
 
 def is_usable(folder: str) -> bool:
