@@ -6,12 +6,14 @@ it has done; time comes with `receive` and `tick`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Certified, Epoch
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Close, Committed, Log
+from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log
 from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
@@ -23,6 +25,7 @@ from swarm_peer.protocol.messages import (
     Cutting,
     Entries,
     Evidence,
+    Granted,
     Head,
     Message,
     Ready,
@@ -31,6 +34,8 @@ from swarm_peer.protocol.messages import (
     Said,
     Sent,
     Status,
+    WantHead,
+    WantRoot,
 )
 from swarm_peer.protocol.statements import EpochId, Seat
 
@@ -40,31 +45,64 @@ class RoundRules:
     """How a run's rounds go, as its manifest says.
 
     Attributes:
-        batch: samples of a round
+        batch, unit: samples of a round, and of a microbatch
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
+        roots_every: rounds from one at which all members tell the root of their state to the next
     """
 
+    num_stages: int
     batch: int
+    unit: int = 1
     lag: int = 0
     period: int = 1
+    roots_every: int = 1
 
     def averages(self, number: int) -> bool:
         """Whether a round ends with an average."""
         return (number + 1) % self.period == 0
 
-    def fills(self, close: Close, epoch_of: Callable[[EpochId], Epoch | None]) -> bool:
-        """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one epoch."""
-        epoch = epoch_of(close.counts[0].body.epoch) if close.counts else None
-        if epoch is None:
+    def is_rooted(self, number: int) -> bool:
+        """Whether a round begins with all members telling the root of their state."""
+        return number % self.roots_every == 0
+
+    def fills(self, close: Close, epoch_of: EpochOf) -> bool:
+        """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one base."""
+        counts = [signed.body for signed in close.counts]
+        if len({done.author for done in counts}) < len(counts) or len({done.base for done in counts}) > 1:
             return False
-        counted = {
-            signed.body.author: signed.body.samples
-            for signed in close.counts
-            if (signed.body.round, signed.body.epoch) == (close.round, epoch.id)
-            and signed.body.author in epoch.roster(0)
-        }
-        return len(counted) == len(close.counts) and sum(counted.values()) >= self.batch
+        total = 0
+        for done in counts:
+            epoch = epoch_of(done.epoch)
+            if epoch is None or done.round != close.round or done.author not in epoch.roster(0):
+                return False
+            total += self.believed(done, epoch_of)
+        return total >= self.batch
+
+    def believed(self, done: Done, epoch_of: EpochOf) -> int:
+        """The samples of a count for which seats of stage 1 have signed.
+
+        Those of the author's own ticket are believed as far as its part of stage 1 goes.
+        """
+        if self.num_stages == 1:
+            return done.samples
+        others, own, most = dict[Seat, int](), dict[Seat, int](), 0
+        for signed in done.receipts:
+            receipt, epoch = signed.body, epoch_of(signed.body.epoch)
+            if (receipt.caller, receipt.round, receipt.base) != (done.author, done.round, done.base) or epoch is None:
+                continue
+            if receipt.author in epoch.roster(1):
+                is_own = epoch.is_divided and epoch.vote_of(receipt.author) == epoch.vote_of(done.author)
+                (own if is_own else others)[receipt.author] = receipt.samples
+                most = max(most, self.most_within_ticket(done.author, epoch))
+        return min(done.samples, sum(others.values()) + min(sum(own.values()), most))
+
+    def most_within_ticket(self, seat: Seat, epoch: Epoch) -> int:
+        """How many samples of a round a seat of stage 0 can count that seats of its own ticket have computed."""
+        roster = epoch.roster(1)
+        if not epoch.is_divided or not roster:
+            return self.batch
+        return math.ceil(self.batch * sum(each.ticket == seat.ticket for each in roster) / len(roster))
 
 
 def epochs_in(body: Rounds) -> set[EpochId]:
@@ -79,11 +117,14 @@ def epochs_in(body: Rounds) -> set[EpochId]:
             entries = (committed,)
         case Entries():
             entries = body.committed if body.lost is None else (*body.committed, body.lost)
+        case Head():
+            entries = body.committed
         case Status():
             entries, closes = body.committed, list(body.closes)
     closes += [committed.close for committed in entries]
     cuts |= {committed.entry.cut.epoch for committed in entries}
-    return cuts | {signed.body.epoch for close in closes for signed in close.counts}
+    counts = [signed.body for close in closes for signed in close.counts]
+    return cuts | {done.epoch for done in counts} | {each.body.epoch for done in counts for each in done.receipts}
 
 
 class Core:
@@ -92,20 +133,25 @@ class Core:
     Attributes:
         membership: who is in the run
         members: this peer's parts in the stages that it serves
+        leaders: its parts in those that it leads
     """
 
     def __init__(self, *, membership: Membership, context: RoundContext):
         self.membership = membership
         self.members: dict[int, Member] = {}
         self._context = context
-        self._leaders: dict[int, Leader] = {}
+        self.leaders: dict[int, Leader] = {}
         self._led_by: dict[int, Seat | None] = {}
         self._epoch: Epoch | None = None
         self._next_resend_s = 0.0
         self._spoken: dict[int, object] = {}
-        self._prepared: dict[int, tuple[Log, str]] = {}
+        # What each member waits for its leader to do, and since when.
+        self._waits: dict[int, tuple[object, float]] = {}
+        self._prepared: dict[int, tuple[Log, str, Ledger | None]] = {}
 
-    def prepare(self, stage: int, log: Log, state: str, epochs: Iterable[Certified]) -> None:
+    def prepare(
+        self, stage: int, log: Log, state: str, epochs: Iterable[Certified], ledger: Ledger | None = None
+    ) -> None:
         """Note that the state of a stage that this peer wants to serve has been taken over, and its log.
 
         Args:
@@ -115,7 +161,7 @@ class Core:
         self._follow_epoch()
         if log.restart != self.epoch.restart:
             return
-        self._prepared[stage] = log, state
+        self._prepared[stage] = log, state, ledger
         self.membership.prepared |= {stage}
 
     @property
@@ -142,10 +188,20 @@ class Core:
         if resends:
             self._next_resend_s = now_s + self.membership.timing.resend_s
         self.membership.resigned = frozenset(stage for stage, member in self.members.items() if member.is_lost)
+        self.membership.stuck = frozenset(stage for stage in self.members if self._is_stuck(stage, now_s))
         for stage in sorted(self.members):
             sent += self._lead(now_s, stage, resends)
             sent += self._speak(stage, resends)
         return sent
+
+    def _is_stuck(self, stage: int, now_s: float) -> bool:
+        """Whether the leader of a stage has not done for long what its member here waits for."""
+        waits_for = self.epoch.id, self.members[stage].waits_for
+        before, since_s = self._waits.get(stage, (None, now_s))
+        if waits_for != before:
+            since_s = now_s
+        self._waits[stage] = waits_for, since_s
+        return waits_for[1] is not None and now_s > since_s + self.membership.timing.stuck_s
 
     # --- what follows from an epoch
 
@@ -155,15 +211,15 @@ class Core:
             return
         before, self._epoch = self._epoch, epoch
         mine = self.membership.stages
-        for stage in [stage for stage, (log, _) in self._prepared.items() if log.restart != epoch.restart]:
+        for stage in [stage for stage, (log, *_) in self._prepared.items() if log.restart != epoch.restart]:
             del self._prepared[stage]
             self.membership.prepared -= {stage}
         for stage in [stage for stage in self.members if stage not in mine]:
             del self.members[stage]
-            self._leaders.pop(stage, None)
+            self.leaders.pop(stage, None)
         for stage in sorted(mine - {-1}):
             if stage not in self.members:
-                log, state = self._prepared.pop(stage, (None, ""))
+                log, state, ledger = self._prepared.pop(stage, (None, "", None))
                 self.members[stage] = Member(
                     me=self.membership.me,
                     stage=stage,
@@ -171,6 +227,7 @@ class Core:
                     context=self._context,
                     log=log,
                     state=state,
+                    ledger=ledger,
                 )
                 self.membership.prepared -= {stage}
                 self._led_by.pop(stage, None)
@@ -182,9 +239,9 @@ class Core:
             if before is None or self._led_by.get(stage) != leader or before.leader(stage) != leader:
                 self._led_by[stage] = leader
                 member.reign = None
-                self._leaders.pop(stage, None)
+                self.leaders.pop(stage, None)
                 if leader == self.membership.me:
-                    self._leaders[stage] = Leader(member=member, reign=epoch.id, context=self._context)
+                    self.leaders[stage] = Leader(member=member, reign=epoch.id, context=self._context)
 
     # --- messages
 
@@ -198,13 +255,17 @@ class Core:
         if isinstance(body, Head):
             return self._handle_head(sender, body)
         if isinstance(body, Evidence):
-            for leader in self._leaders.values():
+            for leader in self.leaders.values():
                 leader.take_evidence(body.committed)
             return []
-        if isinstance(body, Counted):
-            if 0 in self._leaders and body.done.body.author == sender:
-                self._leaders[0].take_done(body.done)
+        if isinstance(body, WantHead):
+            return [self.members[body.stage].head()] if body.stage in self.members else []
+        if isinstance(body, WantRoot):
+            if (wanted := self.leaders.get(body.stage)) is not None:
+                wanted.wants_root = True
             return []
+        if isinstance(body, Counted | Granted):
+            return self._handle_batch(now_s, sender, body)
         stage = body.cut.stage if isinstance(body, Cutting) else None
         stage = body.committed.entry.cut.stage if isinstance(body, Commit) else stage
         stage = body.stage if isinstance(body, Begin | Status | Entries | Ready | Said | Blame) else stage
@@ -215,6 +276,16 @@ class Core:
             return self._handle_as_member(sender, stage, body)
         return self._handle_as_leader(now_s, sender, stage, body)
 
+    def _handle_batch(self, now_s: float, sender: Seat, body: Counted | Granted) -> Iterable[Body]:
+        leader, member = self.leaders.get(0), self.members.get(0)
+        if isinstance(body, Granted):
+            if member is not None and sender == self.epoch.leader(0):
+                member.take_grant(body.grant)
+        elif leader is not None and sender in self.epoch.roster(0) and body.done.body.author == sender:
+            answer = leader.take_counted(sender, body, self.epoch, now_s)
+            return [answer] if answer is not None else []
+        return []
+
     def _handle_close(self, sender: Seat, close: Close) -> Iterable[Body]:
         for member in self.members.values():
             if sender in self._stage_leaders() and member.reign is not None:
@@ -223,12 +294,13 @@ class Core:
 
     def _handle_head(self, sender: Seat, head: Head) -> Iterable[Body]:
         """Note where another stage stands, and tell its leader what it lacks."""
-        if sender != self.epoch.leader(head.stage):
+        if sender not in self.epoch.roster(head.stage):
             return
-        for stage, leader in self._leaders.items():
+        for stage, leader in self.leaders.items():
             if stage != head.stage and (evidence := leader.take_head(sender, head)) is not None:
                 yield Evidence(evidence)
-        closes = (member.close_of(head.round) for member in self.members.values())
+        next_round = head.committed[-1].entry.cut.round + 1 if head.committed else self.epoch.restart.first_round
+        closes = (member.close_of(next_round) for member in self.members.values())
         yield from [close for close in closes if close is not None][:1]
 
     def _handle_as_member(self, sender: Seat, stage: int, body: Begin | Cutting | Commit | Entries) -> Iterable[Body]:
@@ -238,7 +310,7 @@ class Core:
         if isinstance(body, Entries):
             member.take_entries(body)
         elif member.reign is not None and isinstance(body, Begin):
-            member.take_base(body.round, body.base)
+            member.take_base(body.round, body.base, body.is_rooted)
         elif member.reign is not None and isinstance(body, Cutting):
             member.take_cut(body.cut)
         elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
@@ -248,7 +320,7 @@ class Core:
     def _handle_as_leader(
         self, now_s: float, sender: Seat, stage: int, body: Status | Ready | Said | Blame
     ) -> Iterable[Body]:
-        leader = self._leaders.get(stage)
+        leader = self.leaders.get(stage)
         if leader is None:
             return []
         answer: Body | None = None
@@ -265,12 +337,14 @@ class Core:
     # --- what this peer says by itself
 
     def _lead(self, now_s: float, stage: int, resends: bool) -> list[Sent]:
-        leader, member = self._leaders.get(stage), self.members[stage]
+        leader, member = self.leaders.get(stage), self.members[stage]
         if leader is None:
             return []
         for own in member.sayings(self.epoch):
             if isinstance(own, Counted):
-                leader.take_done(own.done)
+                answer = leader.take_counted(self.membership.me, own, self.epoch, now_s)
+                if isinstance(answer, Granted):
+                    member.take_grant(answer.grant)
             elif isinstance(own, Ready):
                 leader.take_ready(self.membership.me, own, now_s)
             elif isinstance(own, Said):
@@ -282,10 +356,10 @@ class Core:
             if isinstance(own, Cutting):
                 member.take_cut(own.cut)
             elif isinstance(own, Begin):
-                member.take_base(own.round, own.base)
+                member.take_base(own.round, own.base, own.is_rooted)
         sent = list[Sent]()
-        is_new = [type(each) for each in said] != self._spoken.get(stage) or any(isinstance(e, Commit) for e in said)
-        self._spoken[stage] = [type(each) for each in said]
+        is_new = said != self._spoken.get(stage)
+        self._spoken[stage] = said
         if is_new or resends:
             others = [seat for seat in self.epoch.roster(stage) if seat != self.membership.me]
             sent += [(seat.peer, self._message(body)) for body in said for seat in others]
@@ -293,12 +367,15 @@ class Core:
                 if isinstance(body, Close):
                     sent += [(seat.peer, self._message(body)) for seat in self._stage_leaders() if seat not in others]
         if (resends or is_new) and leader.is_synced:
-            head = leader.head()
-            for other_stage, other in self._leaders.items():
+            head = member.head()
+            for other_stage, other in self.leaders.items():
                 if other_stage != stage:
                     other.take_head(self.membership.me, head)
             others = [seat for seat in self._stage_leaders() if seat != self.membership.me]
             sent += [(seat.peer, self._message(head)) for seat in others]
+        for other_stage in leader.asks_for_heads(self.epoch, now_s) if resends else ():
+            wanted = self._message(WantHead(other_stage))
+            sent += [(seat.peer, wanted) for seat in self.epoch.roster(other_stage) if seat != self.membership.me]
         return sent
 
     def _speak(self, stage: int, resends: bool) -> list[Sent]:
@@ -306,9 +383,9 @@ class Core:
         if leader is None or leader == self.membership.me:
             return []
         said = self.members[stage].sayings(self.epoch)
-        if not resends and [type(each) for each in said] == self._spoken.get(stage):
+        if not resends and said == self._spoken.get(stage):
             return []
-        self._spoken[stage] = [type(each) for each in said]
+        self._spoken[stage] = said
         return [(leader.peer, self._message(body)) for body in said]
 
     def _stage_leaders(self) -> list[Seat]:

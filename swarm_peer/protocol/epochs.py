@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from swarm_peer.protocol.statements import (
@@ -86,16 +87,21 @@ class Epoch:
     restart: Restart = BEGINNING
     begun: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """The name by which voters and the run key sign it."""
         return hash_of(self)
 
     def roster(self, stage: int) -> tuple[Seat, ...]:
         """The seats of a stage, oldest first; of COORDINATORS the coordinators."""
-        return tuple(place.seat for place in self.places if place.stage == stage)
+        return self._rosters.get(stage, ())
 
-    @property
+    @cached_property
+    def _rosters(self) -> dict[int, tuple[Seat, ...]]:
+        stages = {place.stage for place in self.places}
+        return {stage: tuple(place.seat for place in self.places if place.stage == stage) for stage in stages}
+
+    @cached_property
     def seats(self) -> tuple[Seat, ...]:
         """All seats, each once, oldest first."""
         return tuple(dict.fromkeys(place.seat for place in self.places))
@@ -104,7 +110,7 @@ class Epoch:
         """The seat that leads a stage; None if the stage has none."""
         return next(iter(self.roster(stage)), None)
 
-    @property
+    @cached_property
     def is_divided(self) -> bool:
         """Whether there are tickets enough for their majority to outvote one of them."""
         return len({seat.ticket for seat in self.seats}) >= MIN_TICKETS
@@ -113,7 +119,7 @@ class Epoch:
         """Seats of the same vote have one vote together: those of a ticket, or else those of a peer."""
         return seat.ticket if self.is_divided else seat.peer
 
-    @property
+    @cached_property
     def voters(self) -> tuple[Seat, ...]:
         """Those who choose the next epoch: coordinators, then the oldest seats, one for each vote."""
         first_of = dict[str, Seat]()

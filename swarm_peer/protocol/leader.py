@@ -8,20 +8,24 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from swarm_peer.policy.data.ranges import WindowRange
+from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
+    Base,
     Blamed,
-    Close,
     Committed,
     Contribution,
     Cut,
-    Done,
     Entry,
     Have,
     Log,
     Name,
     Part,
     Pass,
+    base_of,
+    is_lacking,
+    repeats,
 )
 from swarm_peer.protocol.member import Member, RoundContext
 from swarm_peer.protocol.messages import (
@@ -29,12 +33,15 @@ from swarm_peer.protocol.messages import (
     Blame,
     Body,
     Commit,
+    Counted,
     Cutting,
     Entries,
+    Granted,
     Head,
     Ready,
     Status,
 )
+from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 
 # Attempts to average a round before one member's work is taken alone.
@@ -43,15 +50,80 @@ MAX_TRIES = 3
 
 @dataclass
 class Round:
-    """The round that comes next, as the leader sees it."""
+    """The round that comes next, as the leader sees it.
+
+    Attributes:
+        most_s: when most members of the cut had its result
+        late: those who have kept the others waiting
+    """
 
     number: int
-    ready: dict[Seat, Part] = field(default_factory=dict)
+    ready: dict[Seat, Ready] = field(default_factory=dict)
     first_ready_s: float = 0.0
     cut: Cut | None = None
     cut_s: float = 0.0
+    most_s: float | None = None
+    late: set[Seat] = field(default_factory=set)
     said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
     blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
+
+
+class OtherStages:
+    """Where the other stages stand: what this stage's rounds are computed from.
+
+    A stage's leader says so; or most votes of a stage do, whose leader says nothing, or something else.
+    """
+
+    def __init__(self, member: Member, context: RoundContext):
+        self._member = member
+        self._context = context
+        # Of each seat of another stage, the heads that it has told, by the round that began with them.
+        self._told: dict[tuple[int, Seat], dict[int, str]] = {}
+        self._lacks: tuple[object, float] = (None, 0.0)
+
+    def take(self, sender: Seat, head: Head) -> Committed | None:
+        """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
+        own = self._member.log
+        theirs = Log(head.stage, own.restart, head.committed)
+        if not theirs.is_valid(own, self._context.epoch_of, self._context.fills):
+            return None
+        oldest = own.next_round - self._context.lag - 2
+        told = {**self._told.get((head.stage, sender), {}), **theirs.heads()}
+        self._told[head.stage, sender] = {number: each for number, each in told.items() if number >= oldest}
+        if own.is_empty:
+            return None
+        cut = own.committed[-1].entry.cut
+        is_lost = is_lacking(theirs, cut.base[head.stage], cut.round - self._context.lag)
+        return own.committed[-1] if is_lost else None
+
+    def base(self, number: int, epoch: Epoch) -> Base | None:
+        """The heads that a round is computed from; None before they are known of all stages."""
+        heads = [self._head(stage, number, epoch) for stage in range(self._context.num_stages)]
+        found = tuple(head for head in heads if head is not None)
+        return found if len(found) == len(heads) else None
+
+    def _head(self, stage: int, number: int, epoch: Epoch) -> str | None:
+        log, before = self._member.log, number - self._context.lag
+        if before <= log.restart.first_round:
+            return base_of(stage, log.restart)
+        if stage == log.stage:
+            return log.base_of(number, self._context.lag)
+        roster = epoch.roster(stage)
+        told = {seat: self._told.get((stage, seat), {}).get(before) for seat in roster}
+        if roster and (head := told[roster[0]]) is not None:
+            return head
+        for head in set(told.values()) - {None}:
+            if epoch.is_quorum((seat for seat in roster if told[seat] == head), roster):
+                return head
+        return None
+
+    def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
+        """The stages whose heads were not told for long, so that their members are asked."""
+        stages = [stage for stage in range(self._context.num_stages) if self._head(stage, number, epoch) is None]
+        lacks = number, tuple(stages), epoch.id
+        if lacks != self._lacks[0]:
+            self._lacks = lacks, now_s
+        return stages if now_s > self._lacks[1] + self._context.timing.heads_s else []
 
 
 class Leader:
@@ -60,6 +132,13 @@ class Leader:
     Args:
         member: of the same seat
         reign: the epoch since which it leads
+
+    Attributes:
+        round: the one that comes next
+        others: where the other stages stand
+        batch: of the open rounds, at stage 0
+        evidence: an entry of another stage, which was computed from one that this stage has lost
+        wants_root: whether a newcomer has asked for the root of a coming state
     """
 
     def __init__(self, *, member: Member, reign: EpochId, context: RoundContext):
@@ -70,13 +149,14 @@ class Leader:
         self._since_s: float | None = None
         self._statuses: dict[Seat, Status] = {}
         self.is_synced = False
-        self._round = Round(member.log.next_round)
-        self._done: dict[Seat, Signed[Done]] = {}
+        self.round = Round(member.log.next_round)
         # A later round's, of members that are ahead, where updates are delayed.
         self._early: dict[Seat, Ready] = {}
-        # Of each other stage, the leader that told it, and what rounds were computed from.
-        self._heads: dict[int, tuple[Seat, dict[int, str]]] = {}
+        self.others = OtherStages(member, context)
+        self.batch = Batch(reign, context)
         self.evidence: Committed | None = None
+        self.wants_root = False
+        self._patience = Patience()
 
     # --- what it hears
 
@@ -90,83 +170,65 @@ class Leader:
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
             self._follow(theirs)
-        return self.entries()
+        return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
 
-    def take_done(self, done: Signed[Done]) -> None:
-        """Note what a seat of stage 0 has done."""
-        known = self._done.get(done.body.author)
-        if known is None or (known.body.round, known.body.samples) <= (done.body.round, done.body.samples):
-            self._done[done.body.author] = done
+    def take_counted(self, sender: Seat, counted: Counted, epoch: Epoch, now_s: float) -> Body | None:
+        """Note what a seat of stage 0 has done, and say what it may do next."""
+        if not self.is_synced or self._member.is_behind or self._member.ledger is None:
+            return None
+        return Granted(self.batch.take(sender, counted, self._member, epoch, now_s))
 
     def take_ready(self, sender: Seat, ready: Ready, now_s: float) -> Body | None:
         """Note what a member brings, or tell it the log."""
-        log, present = self._member.log, self._round
+        log, present = self._member.log, self.round
         if not self.is_synced:
             return None
         if (ready.round, ready.head) != (log.next_round, log.head):
             if ready.round > log.next_round:
                 self._early[sender] = ready
                 return None
-            return self.entries()
+            return self.entries(ready.round)
         present.first_ready_s = present.first_ready_s if present.ready else now_s
-        present.ready[sender] = ready.part
+        present.ready[sender] = ready
         return None
 
     def take_said(self, sender: Seat, statement: Signed[Have] | Signed[Pass]) -> Body | None:
         """Note that a member has the result of the cut, or agrees to be left out."""
-        cut = self._round.cut
+        cut = self.round.cut
         if not self.is_synced:
             return None
         if cut is None or statement.body.cut != cut.hash:
-            return self.entries()
-        self._round.said[sender] = statement
+            return self.entries(self._member.log.next_round - 1)
+        self.round.said[sender] = statement
         return None
 
     def take_blame(self, sender: Seat, blame: Blame) -> None:
         """Note that a member has no result, and whom it blames."""
-        cut = self._round.cut
+        cut = self.round.cut
         if cut is not None and blame.statement.body.cut == cut.hash and sender in cut.seats:
-            self._round.blamed[sender] = blame.statement
+            self.round.blamed[sender] = blame.statement
 
     # --- what it does
 
-    def entries(self) -> Entries:
-        """The log, for members."""
-        return Entries(self._member.stage, self.reign, self._member.log.committed, self.evidence)
+    def entries(self, since: int) -> Entries:
+        """The log, for members that have it up to a round."""
+        log = self._member.log
+        told = log.since(min(since, log.next_round - 1))
+        return Entries(log.stage, self.reign, told, self.evidence)
 
-    def head(self) -> Head:
-        """Where the stage stands, for the leaders of others."""
-        log, lag = self._member.log, self._context.lag
-        bases = ((number, log.base_of(number, lag)) for number in range(log.next_round - 2, log.next_round + lag + 1))
-        return Head(log.stage, log.next_round, tuple((number, base) for number, base in bases if base is not None))
+    def asks_for_heads(self, epoch: Epoch, now_s: float) -> list[int]:
+        """The stages whose members are asked for their head."""
+        return self.others.asks(self._member.log.next_round, epoch, now_s) if self.is_synced else []
 
     def take_head(self, sender: Seat, head: Head) -> Committed | None:
         """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
-        self._heads[head.stage] = sender, dict(head.bases)
-        committed = self._member.log.committed
-        if not self.is_synced or not committed:
-            return None
-        cut = committed[-1].entry.cut
-        known = self._heads[head.stage][1]
-        is_fine = cut.round < head.bases[0][0] or known.get(cut.round) == cut.base[head.stage] if head.bases else False
-        return None if is_fine else committed[-1]
+        found = self.others.take(sender, head)
+        return found if self.is_synced else None
 
     def take_evidence(self, committed: Committed) -> None:
         """Note that an entry of another stage was computed from one that this stage has lost."""
         if self.is_synced and self._member.look_whether_lost(committed):
             self.evidence = committed
-
-    def _base(self, number: int, epoch: Epoch) -> tuple[str, ...] | None:
-        """The heads that a round was computed from, as the leaders of all stages have told; None before they have."""
-        bases = list[str]()
-        for stage in range(self._context.num_stages):
-            sender, known = self._heads.get(stage, (None, {}))
-            if stage == self._member.stage:
-                sender, known = epoch.leader(stage), dict(self.head().bases)
-            if sender is None or sender != epoch.leader(stage) or number not in known:
-                return None
-            bases.append(known[number])
-        return tuple(bases)
 
     @property
     def _has_committed(self) -> bool:
@@ -179,42 +241,47 @@ class Leader:
             self._since_s = now_s
         if not self.is_synced:
             self._sync(now_s, epoch)
-            return [self.entries()] if self.is_synced else []
+            return [self._news()] if self.is_synced else []
         if not has_lease:
             return []
-        if self._round.number != self._member.log.next_round:
+        if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
         if self.evidence is not None:
-            return [self.entries()]
+            return [self._news()]
+        present = self.round
+        base = self.others.base(present.number, epoch)
         if self._member.stage == 0:
             self._close(epoch)
-        present = self._round
         if present.number not in self._member.closes:
-            base = self._base(present.number, epoch)
-            return [] if base is None else [Begin(self._member.stage, present.number, base)]
+            return [] if base is None else [Begin(self._member.stage, present.number, base, self.wants_root)]
         said: list[Body] = [self._member.closes[present.number]]
         if present.cut is None:
-            self._cut_when_ready(now_s, epoch)
+            self._cut_when_ready(now_s, epoch, base)
         else:
             if (committed := self._agreed(now_s, epoch)) is not None:
+                self.wants_root &= not committed.entry.cut.root
+                self._patience.end_round(epoch.roster(self._member.stage), present.late)
                 self._member.take_commit(committed)
                 return [Commit(committed)]
-            self._cut_again_after_failure(now_s, epoch)
+            self._cut_again_after_failure(now_s, epoch, base)
         return [*said, *([Cutting(present.cut)] if present.cut is not None else [])]
 
+    def _news(self) -> Entries:
+        """The log, for all whose status was heard."""
+        logs = [self._member.log_of(status.committed) for status in self._statuses.values()]
+        return self.entries(min((log.next_round for log in logs if log is not None), default=0))
+
     def _begin_round(self, now_s: float) -> None:
-        self._round = Round(self._member.log.next_round)
+        self.round = Round(self._member.log.next_round)
         early, self._early = self._early, {}
         for sender, ready in early.items():
             self.take_ready(sender, ready, now_s)
 
     def _close(self, epoch: Epoch) -> None:
-        counts = tuple(
-            done for seat, done in sorted(self._done.items()) if done.body.epoch == epoch.id and seat in epoch.roster(0)
-        )
-        for number in sorted({done.body.round for done in counts}):
-            close = Close(number, tuple(done for done in counts if done.body.round == number))
-            self._member.take_close(close)
+        for number in range(self.round.number, self.round.number + self._context.lag + 1):
+            base = self.others.base(number, epoch)
+            if base is not None and (close := self.batch.close(number, base, epoch)) is not None:
+                self._member.take_close(close)
 
     # --- the log
 
@@ -232,13 +299,14 @@ class Leader:
         for committed in self._signed_already():
             if self._member.take_commit(committed):
                 break
+        self.batch.adopt({seat: status.reads for seat, status in self._statuses.items() if seat in roster})
         self.is_synced = True
-        self._round = Round(self._member.log.next_round)
+        self.round = Round(self._member.log.next_round)
 
     def _follow(self, log: Log) -> None:
         """Take a member's log for the stage's."""
         self._member.take_log(log, self.reign)
-        self._round = Round(self._member.log.next_round)
+        self.round = Round(self._member.log.next_round)
 
     def _signed_already(self) -> list[Committed]:
         """Entries that follow from what members have signed for the cut of the open round."""
@@ -259,70 +327,103 @@ class Leader:
 
     # --- cuts
 
-    def _cut_when_ready(self, now_s: float, epoch: Epoch) -> None:
-        present = self._round
+    def _cut_when_ready(self, now_s: float, epoch: Epoch, base: Base | None) -> None:
+        present = self.round
         roster = epoch.roster(self._member.stage)
-        present.ready = {seat: part for seat, part in present.ready.items() if seat in roster}
-        if not present.ready:
-            return
-        waits = now_s < present.first_ready_s + self._timing.ready_s
-        if set(roster) <= set(present.ready) or not waits:
-            self._cut(now_s, epoch, list(present.ready), 0)
+        present.ready = {seat: ready for seat, ready in present.ready.items() if seat in roster}
+        missing = self._patience.waited_for(roster) - set(present.ready)
+        if present.ready and (not missing or now_s >= present.first_ready_s + self._timing.ready_s):
+            present.late |= missing
+            self._cut(now_s, epoch, base, list(present.ready), 0)
 
     def _cut(
-        self, now_s: float, epoch: Epoch, seats: list[Seat], attempt: int, blamed: tuple[Signed[Blamed], ...] = ()
+        self,
+        now_s: float,
+        epoch: Epoch,
+        base: Base | None,
+        seats: list[Seat],
+        attempt: int,
+        blamed: tuple[Signed[Blamed], ...] = (),
     ) -> None:
-        present, log = self._round, self._member.log
-        if (base := self._base(present.number, epoch)) is None:
+        present, log = self.round, self._member.log
+        if base is None:
             return
-        offered = [(seat, each) for seat in sorted(seats) for each in present.ready[seat].brings]
-        # A seat that still has its own contribution brings it: others may have been given a part of it.
-        offered.sort(key=lambda pair: pair[1].name.seat != pair[0])
-        brings: dict[Seat, list[Contribution]] = {seat: [] for seat in sorted(seats)}
-        taken = set[Name]()
-        for seat, each in offered:
-            if each.name not in taken and each.base in ((), base):
-                taken.add(each.name)
-                brings[seat].append(each)
+        root = self._root(epoch, {seat: present.ready[seat].root for seat in seats})
+        # Who has another root has other weights, and takes the stage's.
+        seats = sorted(seat for seat in seats if present.ready[seat].root in ("", root))
         present.cut = Cut(
             stage=log.stage,
             round=present.number,
             epoch=epoch.id,
             attempt=attempt,
             parent=log.head,
+            root=root,
             base=base,
             averages=self._context.averages(present.number),
-            parts=tuple(Part(seat, tuple(each)) for seat, each in brings.items()),
+            parts=self._parts(seats, base),
             blamed=blamed,
         )
-        present.cut_s, present.said, present.blamed = now_s, {}, {}
+        present.cut_s, present.most_s, present.said, present.blamed = now_s, None, {}, {}
+
+    def _root(self, epoch: Epoch, told: dict[Seat, str]) -> str:
+        """The root that most votes tell, of two the leader's own; empty if nobody tells one."""
+        votes = {root: {epoch.vote_of(seat) for seat in told if told[seat] == root} for root in told.values() if root}
+        own = told.get(self._member.me)
+        return max(votes, key=lambda root: (len(votes[root]), root == own, root), default="")
+
+    def _parts(self, seats: list[Seat], base: Base) -> tuple[Part, ...]:
+        """Who brings what: each name once, and no sample twice."""
+        ready, ledger = self.round.ready, self._member.ledger
+        offered = [(seat, each) for seat in seats for each in ready[seat].part.brings]
+        # A seat that still has its own contribution brings it: others may have been given a part of it.
+        offered.sort(key=lambda pair: pair[1].name.seat != pair[0])
+        brings: dict[Seat, list[Contribution]] = {seat: [] for seat in seats}
+        names, samples = set[Name](), list[WindowRange]()
+        for seat, each in offered:
+            if each.name in names or each.base not in ((), base):
+                continue
+            if ledger is not None and repeats([*samples, *each.samples], ledger):
+                continue
+            names.add(each.name)
+            samples += each.samples
+            brings[seat].append(each)
+        return tuple(Part(seat, tuple(each)) for seat, each in brings.items())
 
     def _agreed(self, now_s: float, epoch: Epoch) -> Committed | None:
-        """The entry, once all members of the cut have the same result, or a quorum has and the others have had time."""
-        present = self._round
+        """The entry, once all members of the cut have the same result, or most have and the others had their time."""
+        present = self.round
         cut = present.cut
         assert cut is not None
-        digests = Counter(s.body.digest for s in present.said.values() if isinstance(s.body, Have))
-        if not digests:
+        have = {seat: s.body.digest for seat, s in present.said.items() if isinstance(s.body, Have)}
+        if not have:
             return None
-        digest, count = max(digests.items(), key=lambda item: (item[1], item[0]))
-        is_late = now_s > present.cut_s + self._timing.average_s or bool(present.blamed)
-        if count < len(cut.parts) and not (is_late and 2 * count > len(cut.parts)):
+        digest, count = max(Counter(have.values()).items(), key=lambda item: (item[1], item[0]))
+        if 2 * count > len(cut.parts) and present.most_s is None:
+            present.most_s = now_s
+        others = self._patience.waited_for(seat for seat in cut.seats if have.get(seat) != digest)
+        if others:
+            if present.most_s is None or now_s < present.most_s + self._timing.slowest_s(
+                present.most_s - present.cut_s
+            ):
+                return None
+            present.late |= others
+        elif present.most_s is None:
             return None
         entry, agreement = Entry(cut, digest), tuple(present.said.values())
         origin = self._context.epoch_of(cut.epoch)
         close = self._member.closes[cut.round]
         return Committed(entry, agreement, close) if origin is not None and entry.is_agreed(agreement, origin) else None
 
-    def _cut_again_after_failure(self, now_s: float, epoch: Epoch) -> None:
+    def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None) -> None:
         """Try again without those that said nothing, or without accuser and accused; then with all once more."""
-        present = self._round
+        present = self.round
         cut = present.cut
         assert cut is not None
         roster = set(epoch.roster(self._member.stage))
         gone = set(cut.seats) - roster
         silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
         is_late = now_s > present.cut_s + self._timing.average_s
+        present.late |= silent if is_late else set()
         if not gone and not is_late and not (present.blamed and not silent):
             return
         ready, attempt = set(present.ready) & roster, cut.attempt + 1
@@ -334,23 +435,23 @@ class Leader:
         if attempt % MAX_TRIES == 0 or not left:
             blamed, left = (), ready
             if not epoch.is_divided and ready:
-                left = {max(ready, key=lambda seat: (present.ready[seat].weight, seat))}
+                left = {max(ready, key=lambda seat: (present.ready[seat].part.weight, seat))}
         if left:
-            self._cut(now_s, epoch, sorted(left), attempt, blamed)
+            self._cut(now_s, epoch, base, sorted(left), attempt, blamed)
         else:
-            self._round = Round(present.number)
+            self.round = Round(present.number)
 
     def _most_named(self) -> tuple[Signed[Blamed], ...]:
         """The accusation between the two seats of which most accusations are: a liar is one of them."""
         pairs = Counter(
             frozenset({author, accused})
-            for author, signed in self._round.blamed.items()
+            for author, signed in self.round.blamed.items()
             for accused in signed.body.seats
         )
         if not pairs:
             return ()
         worst = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
-        for author, signed in sorted(self._round.blamed.items()):
+        for author, signed in sorted(self.round.blamed.items()):
             if author in worst and worst <= {author, *signed.body.seats}:
                 # The others whom it accuses stay.
                 return (signed,)

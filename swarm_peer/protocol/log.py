@@ -5,13 +5,18 @@ Owns what makes an entry valid. Knows nothing of how one comes about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.data.ranges import WindowRange, merge_ranges, num_windows
 from swarm_peer.protocol.epochs import Epoch, Restart
 from swarm_peer.protocol.statements import EpochId, Seat, Signed, Statement, hash_of
+
+# The heads of all stages that a round is computed from.
+Base = tuple[str, ...]
 
 
 class Name(NamedTuple):
@@ -27,14 +32,14 @@ class Contribution(NamedTuple):
     Attributes:
         name: it is in a cut once, however many members could bring it
         weight: targets that it was computed on
-        samples: that it was computed on, by ids
+        samples: that it was computed on; stage 0 alone knows them
         base: heads of all stages that those of its own round were computed from; empty where there are none
     """
 
     name: Name
     weight: int
-    samples: tuple[str, ...]
-    base: tuple[str, ...]
+    samples: tuple[WindowRange, ...]
+    base: Base
 
 
 class Part(NamedTuple):
@@ -64,6 +69,7 @@ class Cut:
     Attributes:
         epoch: in which it was made; its roster says whose agreement it needs
         parent: hash of the entry before
+        root: of the state that embodies that entry; empty where it is not asked for
         base: the heads of all stages that the round was computed from
         averages: whether its members average what they bring
         blamed: statements for which both accuser and accused are left out
@@ -74,7 +80,8 @@ class Cut:
     epoch: EpochId
     attempt: int
     parent: str
-    base: tuple[str, ...]
+    root: str
+    base: Base
     averages: bool
     parts: tuple[Part, ...]
     blamed: tuple[Signed[Blamed], ...] = ()
@@ -90,9 +97,19 @@ class Cut:
         return tuple(part.seat for part in self.parts)
 
     @property
-    def samples(self) -> frozenset[str]:
-        """All that it holds."""
-        return frozenset(sample for part in self.parts for each in part.brings for sample in each.samples)
+    def brings(self) -> tuple[Contribution, ...]:
+        """The contributions that it holds."""
+        return tuple(each for part in self.parts for each in part.brings)
+
+    @property
+    def samples(self) -> tuple[WindowRange, ...]:
+        """The samples that it holds."""
+        return tuple(item for each in self.brings for item in each.samples)
+
+    def is_repeating(self, ledger: Ledger) -> bool:
+        """Whether it holds a contribution or a sample twice, or one that has counted before."""
+        names = [each.name for each in self.brings]
+        return len(names) != len(set(names)) or repeats(self.samples, ledger)
 
 
 @dataclass(frozen=True)
@@ -157,16 +174,39 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Done(Statement):
-    """A seat of stage 0 has had so many samples of a round computed.
+class Receipt(Statement):
+    """A seat of stage 1 has computed so many samples of a round for one of stage 0.
 
     Attributes:
         base: the heads of all stages that these were computed from
     """
 
+    caller: Seat
     round: int
     samples: int
-    base: tuple[str, ...]
+    base: Base
+
+
+@dataclass(frozen=True)
+class Done(Statement):
+    """A seat of stage 0 has had so many samples of a round computed.
+
+    Attributes:
+        voids: how often it has given up what it had, since that was computed from other heads
+        base: the heads of all stages that these were computed from
+        receipts: the newest of each seat of stage 1
+    """
+
+    round: int
+    voids: int
+    samples: int
+    base: Base
+    receipts: tuple[Signed[Receipt], ...] = ()
+
+    @property
+    def age(self) -> tuple[int, EpochId, int, int]:
+        """By which the newer of two of one author is known."""
+        return self.round, self.epoch, self.voids, self.samples
 
 
 @dataclass(frozen=True)
@@ -189,8 +229,20 @@ class Committed(NamedTuple):
 EpochOf = Callable[[EpochId], Epoch | None]
 
 
+# Entries that a log keeps. Who lacks more takes a state.
+KEPT_ENTRIES = 16
+
+
+def base_of(stage: int, restart: Restart) -> str:
+    """The hash that stands in place of an entry before the first one."""
+    return hash_of(("base", stage, restart))
+
+
 class Log:
-    """The entries of a stage since the run began, or began anew.
+    """The newest entries of a stage, since the run began, or began anew.
+
+    Args:
+        committed: that follow one another; the first follows another one unless it is the first of all
 
     Attributes:
         restart: where it begins
@@ -200,58 +252,106 @@ class Log:
         self.stage = stage
         self.restart = restart
         self._committed = list(committed)
+        first = self._committed[0].entry.cut if self._committed else None
+        self._first_round = restart.first_round if first is None else first.round
+        self._before_first = base_of(stage, restart) if first is None else first.parent
 
     @property
     def committed(self) -> tuple[Committed, ...]:
-        """The entries, oldest first."""
+        """The entries that it keeps, oldest first."""
         return tuple(self._committed)
+
+    def since(self, number: int) -> tuple[Committed, ...]:
+        """Those of a round and later ones."""
+        return tuple(self._committed[max(0, number - self._first_round) :])
 
     @property
     def next_round(self) -> int:
         """The round whose entry comes next."""
-        return self.restart.first_round + len(self._committed)
+        return self._first_round + len(self._committed)
 
     @property
-    def base(self) -> str:
-        """The hash that stands in place of the first entry's parent."""
-        return hash_of(("base", self.stage, self.restart))
+    def optimizer_step(self) -> int:
+        """How many updates the weights have had."""
+        return self.restart.optimizer_step + self.next_round - self.restart.first_round
 
     @property
     def head(self) -> str:
         """The hash of the newest entry, which stands for all of them."""
-        return self._committed[-1].entry.hash if self._committed else self.base
+        return self._committed[-1].entry.hash if self._committed else self._before_first
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there has been no entry yet."""
+        return not self._committed
 
     @property
     def age(self) -> tuple[int, EpochId | None]:
         """By which the longer log of two is known; of equally long ones that of the later epoch."""
         return self.next_round, self._committed[-1].entry.cut.epoch if self._committed else None
 
-    def is_valid(self, known: set[str], epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
+    def head_before(self, number: int) -> str | None:
+        """The head when a round began; None if this log does not reach so far, or keeps no entries of that time."""
+        index = number - self._first_round
+        if index == 0:
+            return self._before_first
+        return self._committed[index - 1].entry.hash if 0 < index <= len(self._committed) else None
+
+    def heads(self) -> dict[int, str]:
+        """The heads that it knows, by the round that began with them."""
+        numbers = range(self._first_round, self.next_round + 1)
+        return {number: head for number in numbers if (head := self.head_before(number)) is not None}
+
+    def goes_on_from(self, other: Log) -> bool | None:
+        """Whether it begins with all of another log; None if that cannot be seen, since it keeps too few entries."""
+        if self.next_round < other.next_round:
+            return False
+        known = self.head_before(other.next_round)
+        return None if known is None else known == other.head
+
+    def base_of(self, number: int, lag: int) -> str | None:
+        """The head that a round is computed from; None if it is not known here."""
+        first = self.restart.first_round
+        return self.head_before(max(number - lag, first)) if number >= first else None
+
+    def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
         """Whether each entry follows the one before, and was committed; those that are known need no look."""
-        head = self.base
-        for number, (entry, agreement, close) in enumerate(self._committed, self.restart.first_round):
+        head, known_heads = self._before_first, set(known.heads().values())
+        if self._first_round == self.restart.first_round and head != base_of(self.stage, self.restart):
+            return False
+        if self._first_round < self.restart.first_round:
+            return False
+        for number, (entry, agreement, close) in enumerate(self._committed, self._first_round):
             cut = entry.cut
             if (cut.stage, cut.round, cut.parent) != (self.stage, number, head):
                 return False
             head = entry.hash
-            if head in known:
+            if head in known_heads:
                 continue
             epoch = epoch_of(cut.epoch)
-            if epoch is None or close.round != number or not entry.is_agreed(agreement, epoch) or not fills(close):
+            if epoch is None or epoch.restart != self.restart or not entry.is_agreed(agreement, epoch):
+                return False
+            if close.round != number or not fills(close):
                 return False
         return True
-
-    def heads(self) -> list[str]:
-        """The base, and the hash of each entry."""
-        return [self.base, *(committed.entry.hash for committed in self._committed)]
-
-    def base_of(self, number: int, lag: int) -> str | None:
-        """The head that a round was computed from; None if this log does not reach so far, or begins later."""
-        index, heads = number - lag - self.restart.first_round, self.heads()
-        return heads[max(index, 0)] if -lag <= index < len(heads) else None
 
     def append(self, committed: Committed) -> None:
         """Add the entry that comes next."""
         cut = committed.entry.cut
         assert (cut.round, cut.parent, cut.stage) == (self.next_round, self.head, self.stage)
         self._committed.append(committed)
+        if len(self._committed) > KEPT_ENTRIES:
+            self._before_first = self._committed.pop(0).entry.hash
+            self._first_round += 1
+
+
+def repeats(samples: Collection[WindowRange], ledger: Ledger) -> bool:
+    """Whether some of these samples are there twice, or have counted before."""
+    return num_windows(merge_ranges(samples)) < num_windows(samples) or ledger.num_counted(samples) > 0
+
+
+def is_lacking(log: Log, head: str, number: int) -> bool:
+    """Whether a log shows that it has no entry of this hash before a round."""
+    number = max(number, log.restart.first_round)
+    known = log.head_before(number)
+    return number > log.next_round or (known is not None and known != head)

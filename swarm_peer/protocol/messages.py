@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.protocol.epochs import Certified
-from swarm_peer.protocol.log import Blamed, Close, Committed, Cut, Done, Have, Part, Pass
+from swarm_peer.protocol.grants import Grant, Wants
+from swarm_peer.protocol.log import Base, Blamed, Close, Committed, Cut, Done, Have, Name, Part, Pass
 from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, Seat, Signed, Wish
 
 # The wishes that make an epoch.
@@ -90,31 +92,58 @@ class News:
 
 @dataclass(frozen=True)
 class Counted:
-    """A member of stage 0 says what it has done."""
+    """A member of stage 0 says what it has done, and what it would like to do.
+
+    Attributes:
+        guests: contributions of the open round that others have given it
+    """
 
     done: Signed[Done]
+    wants: Wants
+    guests: tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The leader of stage 0 says what a member may read and launch."""
+
+    grant: Grant
 
 
 @dataclass(frozen=True)
 class Head:
-    """The leader of a stage says which round comes next there, and from which heads the newest ones were computed.
-
-    Attributes:
-        bases: of rounds, the last one of which is the newest that can be open
-    """
+    """The newest entries of a stage, which the rounds of others are computed from: of its leader, or as asked."""
 
     stage: int
-    round: int
-    bases: tuple[tuple[int, str], ...]
+    committed: tuple[Committed, ...]
+
+
+@dataclass(frozen=True)
+class WantHead:
+    """A leader asks the members of another stage for its head, since it has not heard that of their leader."""
+
+    stage: int
 
 
 @dataclass(frozen=True)
 class Begin:
-    """The leader says from which heads the open round is computed: what a member has computed from others is void."""
+    """The leader says from which heads the open round is computed: what a member has computed from others is void.
+
+    Attributes:
+        is_rooted: whether members tell the root of the state that they begin the round with
+    """
 
     stage: int
     round: int
-    base: tuple[str, ...]
+    base: Base
+    is_rooted: bool
+
+
+@dataclass(frozen=True)
+class WantRoot:
+    """A newcomer asks for the root of a coming state, so that it can take that from anybody."""
+
+    stage: int
 
 
 @dataclass(frozen=True)
@@ -129,8 +158,10 @@ class Status:
     """A member says where it stands, and asks for the leader's log.
 
     Attributes:
+        committed: the newest entries
         state: hash of the entry that its weights embody
         said: what it has signed for the cut of the open round, and that cut
+        reads: slices of the data, at stage 0
     """
 
     stage: int
@@ -138,11 +169,12 @@ class Status:
     state: str
     closes: tuple[Close, ...]
     said: tuple[tuple[Cut, Signed[Have] | Signed[Pass]], ...]
+    reads: tuple[SliceId, ...]
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The log of a stage, as its leader has it.
+    """The newest entries of a stage's log, as its leader has it.
 
     Attributes:
         reign: the epoch since which it leads
@@ -161,11 +193,13 @@ class Ready:
 
     Attributes:
         head: of its log, which its weights embody
+        root: of these weights, if it is asked for
     """
 
     stage: int
     round: int
     head: str
+    root: str
     part: Part
 
 
@@ -199,7 +233,9 @@ class Commit:
     committed: Committed
 
 
-Rounds = Counted | Close | Head | Begin | Evidence | Status | Entries | Ready | Cutting | Said | Blame | Commit
+Batches = Counted | Granted | Close
+Stages = Head | WantHead | Begin | WantRoot | Evidence | Status | Entries
+Rounds = Batches | Stages | Ready | Cutting | Said | Blame | Commit
 Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | Recall | News | Rounds
 
 
@@ -237,6 +273,10 @@ class Timing:
         status_s: for the members of a stage to say where they stand, once its leader is new
         ready_s: for the others, once a member is ready
         average_s: for the members of a cut to say that they have its result
+        share_s: without a microbatch until others may take a seat's share of the batch
+        others_s: for the others, once most members of the cut have its result, and as long as these took
+        heads_s: for the leaders of other stages to tell their heads, before their members are asked
+        stuck_s: for the leader's next word, before a member finds that it is stuck; longer than ready_s and average_s
     """
 
     alive_s: float = 2.0
@@ -251,3 +291,11 @@ class Timing:
     status_s: float = 3.0
     ready_s: float = 10.0
     average_s: float = 60.0
+    share_s: float = 60.0
+    others_s: float = 3.0
+    heads_s: float = 20.0
+    stuck_s: float = 90.0
+
+    def slowest_s(self, most_s: float) -> float:
+        """How long the slowest members of a cut have left, once most took so long."""
+        return max(self.others_s, most_s)

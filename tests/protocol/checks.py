@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.protocol.epochs import Epoch, Restart
-from swarm_peer.protocol.log import Contribution, Log, Name
+from swarm_peer.protocol.log import Committed, Contribution, Cut, Log, Name
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import EpochId
 
 if TYPE_CHECKING:
-    from world import Process, World
+    from cluster import Cluster, Process
 
 ROUNDS_TO_COME = 3
 
@@ -22,9 +24,10 @@ class Violation(AssertionError):
 class Checks:
     """Looks at members' logs."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: Cluster):
         self.world = world
-        self._longest: dict[tuple[int, Restart, EpochId], list[str]] = {}
+        self._heads: dict[tuple[int, Restart, EpochId], dict[int, str]] = {}
+        self._entries: dict[str, Committed] = {}
         self._seen: dict[int, str] = {}
         self._at_calm: set[str] = set()
 
@@ -36,41 +39,50 @@ class Checks:
                 continue
             self._seen[id(member)] = member.log.head
             self._one_history(stage, member)
-            self._nothing_twice(member)
+            for committed in member.log.committed:
+                if self._entries.setdefault(committed.entry.hash, committed) is committed:
+                    self._sound(committed)
 
     def _one_history(self, stage: int, member: Member) -> None:
         assert member.reign is not None
-        key = stage, member.log.restart, member.reign
+        known = self._heads.setdefault((stage, member.log.restart, member.reign), {})
         heads = member.log.heads()
-        known = self._longest.setdefault(key, heads)
-        shorter, longer = sorted((known, heads), key=len)
-        if longer[: len(shorter)] != shorter:
+        if any(known.get(number, head) != head for number, head in heads.items()):
             raise Violation(f"two histories of stage {stage} under {member.reign}: {known} and {heads}")
-        self._longest[key] = longer
+        known.update(heads)
 
-    def _nothing_twice(self, member: Member) -> None:
-        names, samples = set[Name](), set[str]()
-        for committed in member.log.committed:
-            cut = committed.entry.cut
-            counted = sum(signed.body.samples for signed in committed.close.counts)
-            if counted < self.world.rounds.batch or committed.close.round != cut.round:
-                raise Violation(f"round {cut.round} was closed with {counted} samples")
-            brought = [each for part in cut.parts for each in part.brings]
-            if len(seats := [part.seat for part in cut.parts]) != len(set(seats)):
-                raise Violation(f"a member twice in {cut}")
-            for each in brought:
+    def _sound(self, committed: Committed) -> None:
+        cut = committed.entry.cut
+        counted = sum(signed.body.samples for signed in committed.close.counts)
+        if counted < self.world.rounds.batch or committed.close.round != cut.round:
+            raise Violation(f"round {cut.round} was closed with {counted} samples")
+        if len(cut.seats) != len(set(cut.seats)):
+            raise Violation(f"a member twice in {cut}")
+
+    def _chain(self, log: Log) -> Iterator[Cut]:
+        """The cuts of a log and of all entries before, newest first."""
+        head = log.head
+        while head in self._entries:
+            yield (cut := self._entries[head].entry.cut)
+            head = cut.parent
+
+    def _nothing_twice(self, log: Log) -> None:
+        names, samples = set[Name](), set[SampleId]()
+        for cut in self._chain(log):
+            for each in cut.brings:
                 if each.name in names:
-                    raise Violation(f"{each.name} counts twice in stage {member.stage}")
+                    raise Violation(f"{each.name} counts twice in stage {log.stage}")
                 names.add(each.name)
-                if twice := samples & set(each.samples):
-                    raise Violation(f"{twice} count twice in stage {member.stage}")
-                samples |= set(each.samples)
+                for sample in samples_in(each) if log.stage == 0 else ():
+                    if sample in samples:
+                        raise Violation(f"{sample} counts twice")
+                    samples.add(sample)
 
     def calm(self) -> None:
         """Faults have ceased."""
         for process in self.world.processes.values():
             for member in (process.core.members if process.core is not None else {}).values():
-                self._at_calm |= set(member.log.heads())
+                self._at_calm |= set(member.log.heads().values())
 
     def _newest_logs(self, epoch: Epoch) -> dict[int, Member]:
         newest = dict[int, Member]()
@@ -86,10 +98,10 @@ class Checks:
         """Rounds have been committed since faults ceased, and all members follow."""
         newest = self._newest_logs(epoch)
         for stage, member in newest.items():
-            made = len(set(member.log.heads()) - self._at_calm)
+            made = len(set(member.log.heads().values()) - self._at_calm)
             if made < ROUNDS_TO_COME:
                 raise Violation(f"{made} rounds of stage {stage} since faults ceased, in {epoch.id}")
-            self.world.counts["rounds"] = self.world.counts.get("rounds", 0) + len(member.log.committed)
+            self.world.counts["rounds"] = self.world.counts.get("rounds", 0) + member.log.optimizer_step
         for process in self.world.processes.values():
             for stage, member in (process.core.members if process.core is not None else {}).items():
                 if (
@@ -99,27 +111,41 @@ class Checks:
                 ):
                     raise Violation(f"{member.me} is left behind in stage {stage}")
 
-    def at_the_end(self) -> None:
-        """Each sample that counts was computed from the weights that its round begins with, at every stage."""
+    def at_the_end(self, has_lost: bool = False) -> None:
+        """Nothing counts twice, and each sample was computed from what its round begins with, at every stage.
+
+        Args:
+            has_lost: whether a stage has lost entries, so that the run has yet to go back
+        """
         world = self.world
-        if world.rounds.period > 1:
-            return
         newest = max((p.core.epoch for p in world.processes.values() if p.core is not None), key=lambda e: e.id)
         logs = {stage: member.log for stage, member in self._newest_logs(newest).items()}
+        for log in logs.values():
+            self._nothing_twice(log)
+        if world.rounds.period > 1 or has_lost:
+            return
+        heads = {stage: self._heads_of(log) for stage, log in logs.items()}
         for stage, log in logs.items():
-            for committed in log.committed:
-                cut = committed.entry.cut
-                for each in (each for part in cut.parts for each in part.brings):
-                    self._made_from(stage, each, {other: self._base(logs[other], cut.round) for other in logs})
+            for cut in self._chain(log):
+                number = max(cut.round - world.rounds.lag, log.restart.first_round)
+                base = {other: known[number] for other, known in heads.items() if number in known}
+                for each in cut.brings:
+                    self._made_from(stage, each, base)
 
-    def _base(self, log: Log, number: int) -> str:
-        heads = log.heads()
-        return heads[max(0, min(len(heads) - 1, number - self.world.rounds.lag - log.restart.first_round))]
+    def _heads_of(self, log: Log) -> dict[int, str]:
+        """The heads that rounds began with."""
+        return {log.next_round: log.head} | {cut.round: cut.parent for cut in self._chain(log)}
 
     def _made_from(self, stage: int, contribution: Contribution, base: dict[int, str]) -> None:
-        for sample in contribution.samples:
-            made = self.world.driver.made.get((stage, contribution.name.seat, sample))
+        for sample in samples_in(contribution):
+            made = self.world.driver.made.get((stage, *contribution.name, sample))
             if made is None:
                 raise Violation(f"{contribution.name} holds {sample}, which it has not computed")
             if wrong := [other for other in base if made[other] != base[other]]:
                 raise Violation(f"{sample} of {contribution.name} in stage {stage} has another base of {wrong}")
+
+
+def samples_in(contribution: Contribution) -> Iterator[SampleId]:
+    """The samples of a contribution."""
+    for item in contribution.samples:
+        yield from (SampleId(*item.slice_id, window) for window in range(item.start, item.end))

@@ -33,8 +33,8 @@ def test_schedules_find(mistake):
     world.run(seed)
 
 
-@pytest.mark.parametrize("mistake", planted_rounds.FOUND_BY)
-def test_schedules_find_mistakes_in_rounds(mistake):
-    with planted_rounds.planted(mistake), pytest.raises(world.Violation):
-        world.run(planted_rounds.FOUND_BY[mistake])
-    world.run(planted_rounds.FOUND_BY[mistake])
+@pytest.mark.parametrize("mistakes", planted_rounds.FOUND_BY, ids="+".join)
+def test_schedules_find_mistakes_in_rounds(mistakes):
+    with planted_rounds.planted(*mistakes), pytest.raises(world.Violation):
+        world.run(planted_rounds.FOUND_BY[mistakes])
+    world.run(planted_rounds.FOUND_BY[mistakes])

@@ -9,18 +9,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
-from checks import Checks, Violation
-from driver import Driver
+from checks import Violation
+from cluster import Cluster, Process
 
 from swarm_peer.protocol.core import Core, RoundRules
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, Rules, choose_restart
-from swarm_peer.protocol.member import RoundContext
+from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, choose_restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
-from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Sign, Signed
+from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed
 
 TICK_S = 0.5
 # Each schedule has one of these sets of faults.
@@ -37,38 +36,14 @@ END_S = 220.0
 
 
 @dataclass
-class Process:
-    """One process: it crashes and starts again with a new life."""
-
-    peer: str
-    ticket: str
-    stages: frozenset[int]
-    has_key: bool = False
-    life: int = 0
-    core: Core | None = None
-    stateless_since_s: dict[int, float] = field(default_factory=dict)
-    rate: float = 1.0
-    offset_s: float = 0.0
-    stalled_until_s: float = 0.0
-    waiting: list[Message] = field(default_factory=list)
-    leaves: bool = False
-    # It crashes instead of sending the n-th message of this kind from now on; None if it does not.
-    trap: tuple[str, int] | None = None
-
-    def clock(self, now_s: float) -> float:
-        """What its own clock shows."""
-        return self.offset_s + now_s * self.rate
-
-
-@dataclass
 class Network:
     """What happens to messages: loss, repeats, delays in no order, cuts of links one way or both."""
 
     random: Random
+    cut: set[tuple[str, str]]
     loss: float
     repeats: float
     slowest_s: float
-    cut: set[tuple[str, str]] = field(default_factory=set)
     is_calm: bool = False
 
     def deliveries(self, source: str, target: str) -> Iterator[float]:
@@ -84,45 +59,34 @@ class Network:
             yield 5.0 * self.random.random()
 
 
-class World:
-    """One schedule.
-
-    Attributes:
-        epochs: every epoch that anybody has followed, by id
-        counts: of what happened, by kind
-    """
+class World(Cluster):
+    """One schedule."""
 
     def __init__(self, seed: int, make: Callable[..., Membership] = Membership, *, num_faults: int | None = None):
-        self.random = Random(seed)
-        self._make = make
-        self.now_s = 0.0
+        random = Random(seed)
+        rounds = RoundRules(
+            num_stages=random.choice((1, 2, 3)),
+            batch=random.choice((1, 4, 10)),
+            roots_every=random.choice((1, 4)),
+            lag=random.choice((0, 0, 1)),
+            period=random.choice((1, 1, 3)),
+        )
+        if rounds.period > 1:
+            rounds = replace(rounds, lag=0)
+        timing = Timing(key_s=20.0, average_s=12.0, share_s=15.0, heads_s=6.0, stuck_s=25.0)
+        if random.random() < 0.5:
+            # Hasty voters propose at once, all together, and again after a moment.
+            timing = replace(timing, propose_s=0.0, retry_s=0.2)
+        super().__init__(random, rounds, timing, num_slices=random.choice((2, 5, 12)), make=make)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self.counts: dict[str, int] = {}
-        self.epochs: dict[EpochId, Epoch] = {}
-        self.rules = Rules(num_stages=self.random.choice((1, 2, 3)), begin_anew_steps=5)
-        self.rounds = RoundRules(
-            batch=self.random.choice((1, 4, 10)),
-            lag=self.random.choice((0, 0, 1)),
-            period=self.random.choice((1, 1, 3)),
-        )
-        if self.rounds.period > 1:
-            self.rounds = replace(self.rounds, lag=0)
-        self.driver = Driver(self)
-        self.checks = Checks(self)
-        self.has_checkpoints = self.random.random() < 0.5
-        # Hasty voters propose at once, all together, and again after a moment.
-        is_hasty = self.random.random() < 0.5
-        self.timing = Timing(key_s=20.0, average_s=12.0)
-        if is_hasty:
-            self.timing = replace(self.timing, propose_s=0.0, retry_s=0.2)
         self.network = Network(
-            Random(self.random.random()),
-            loss=self.random.choice((0.0, 0.05, 0.3)),
-            repeats=self.random.choice((0.0, 0.05, 0.2)),
-            slowest_s=self.random.choice((0.5, 2.0, 6.0)),
+            Random(random.random()),
+            self.cut,
+            loss=random.choice((0.0, 0.05, 0.3)),
+            repeats=random.choice((0.0, 0.05, 0.2)),
+            slowest_s=random.choice((0.5, 2.0, 6.0)),
         )
-        self.processes: dict[str, Process] = {}
         self._add_processes()
         self._kinds = self.random.choice(FLAVOURS)
         num_faults = self.random.randrange(0, 12) if num_faults is None else num_faults
@@ -132,7 +96,6 @@ class World:
 
     def _add_processes(self) -> None:
         has_tickets = self.random.random() < 0.6
-        self.first: Certified | None = None
         for number in range(self.random.choice((1, 1, 2))):
             self._add(f"c{number}", "operator", frozenset({COORDINATORS}), has_key=True)
         per_stage = self.random.choice((1, 2, 3, 4) if self.rules.num_stages == 1 else (1, 2, 2, 3))
@@ -147,7 +110,7 @@ class World:
         process.rate = self.random.choice((1.0, 1.0, 0.97, 1.03))
         process.offset_s = self.random.choice((0.0, 1e6))
         self.processes[peer] = process
-        if self.first is None:
+        if len(self.processes) == 1:
             seat = Seat(peer, 1, ticket)
             epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),))
             self.first = Certified(epoch, (Signed(KeySigned(epoch.hash), b"key"),))
@@ -158,10 +121,6 @@ class World:
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (time_s, next(self._numbers), action))
-
-    def count(self, kind: str) -> None:
-        """Note that something has happened."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def run(self) -> None:
         """Run the schedule to its end.
@@ -174,40 +133,6 @@ class World:
             action()
         self._check_progress()
 
-    def start(self, process: Process) -> None:
-        """Begin a new life of a process."""
-        process.life += 1
-        seat = Seat(process.peer, process.life, process.ticket)
-        sign = lambda body: Signed(body, seat.peer.encode())  # noqa: E731
-        assert self.first is not None
-        membership = self._make(
-            me=seat,
-            first=self.first,
-            rules=self.rules,
-            timing=self.timing,
-            random=Random(f"{self.random.random()}"),
-            sign=sign,
-            sign_as_key=(lambda body: Signed(body, b"key")) if process.has_key else None,
-        )
-        membership.desired = process.stages
-        membership.acquaintances = tuple(sorted(self.processes))
-        process.core = self.make_core(membership, sign)
-        process.waiting, process.leaves, process.stateless_since_s = [], False, {}
-        process.trap = None
-
-    def make_core(self, membership: Membership, sign: Sign) -> Core:
-        """The core of a process; planted mistakes make another one."""
-        context = RoundContext(
-            num_stages=self.rules.num_stages,
-            lag=self.rounds.lag,
-            averages=self.rounds.averages,
-            fills=lambda close: self.rounds.fills(close, membership.epoch_of),
-            epoch_of=membership.epoch_of,
-            sign=sign,
-            timing=self.timing,
-        )
-        return Core(membership=membership, context=context)
-
     def _tick(self, process: Process) -> None:
         self._at(self.now_s + TICK_S * (0.9 + 0.2 * self.random.random()), lambda: self._tick(process))
         if process.core is None or self.now_s < process.stalled_until_s:
@@ -215,15 +140,12 @@ class World:
         waiting, process.waiting = process.waiting, []
         for message in waiting:
             if process.core is not None:
-                self._receive(process, message)
-        if process.core is None:
-            return
-        self.driver.go_on(process)
-        self._send(process, process.core.tick(process.clock(self.now_s)))
+                self.receive(process, message)
         if process.core is not None:
-            self._check(process)
+            self.tick(process)
 
-    def _send(self, process: Process, sent: list[Sent]) -> None:
+    def send(self, process: Process, sent: list[Sent]) -> None:
+        """Put messages on their way; the process may crash instead."""
         for target, message in sent:
             if process.trap is not None and type(message.body).__name__ == process.trap[0]:
                 kind, left = process.trap
@@ -239,19 +161,12 @@ class World:
 
     def _arrive(self, target: str, message: Message) -> None:
         process = self.processes[target]
-        if process.core is None or (message.sender.peer, target) in self.network.cut:
+        if process.core is None or (message.sender.peer, target) in self.cut:
             return
         if self.now_s < process.stalled_until_s:
             process.waiting.append(message)
         else:
-            self._receive(process, message)
-
-    def _receive(self, process: Process, message: Message) -> None:
-        assert process.core is not None
-        self.count(type(message.body).__name__)
-        self._send(process, process.core.receive(process.clock(self.now_s), message))
-        if process.core is not None:
-            self._check(process)
+            self.receive(process, message)
 
     # --- faults
 
@@ -271,14 +186,15 @@ class World:
                 self.start(process)
             case "halves":
                 side = {peer for peer in peers if self.random.random() < 0.5}
-                self.network.cut = {(a, b) for a in peers for b in peers if (a in side) != (b in side)}
+                self.cut.clear()
+                self.cut |= {(a, b) for a in peers for b in peers if (a in side) != (b in side)}
             case "one link":
                 other = self.random.choice(peers)
-                self.network.cut |= {(process.peer, other), (other, process.peer)}
+                self.cut |= {(process.peer, other), (other, process.peer)}
             case "one way":
-                self.network.cut |= {(process.peer, other) for other in peers if self.random.random() < 0.7}
+                self.cut |= {(process.peer, other) for other in peers if self.random.random() < 0.7}
             case "heal":
-                self.network.cut = set()
+                self.cut.clear()
             case "stall":
                 process.stalled_until_s = self.now_s + 15.0 * self.random.random()
             case "leave" if process.core is not None:
@@ -297,7 +213,8 @@ class World:
 
     def _calm(self) -> None:
         """From now on there are no faults, and most crashed processes are started again."""
-        self.network.cut, self.network.is_calm = set(), True
+        self.cut.clear()
+        self.network.is_calm = True
         self.checks.calm()
         for process in self.processes.values():
             process.stalled_until_s, process.trap = 0.0, None
@@ -305,17 +222,6 @@ class World:
                 self.start(process)
 
     # --- invariants
-
-    def _check(self, process: Process) -> None:
-        """One epoch for each id; nobody has two lives at once; and all that holds of rounds."""
-        assert process.core is not None
-        epoch = process.core.epoch
-        if self.epochs.setdefault(epoch.id, epoch) != epoch:
-            raise Violation(f"two epochs of {epoch.id}: {self.epochs[epoch.id]} and {epoch}")
-        lives = {seat.peer for seat in epoch.seats}
-        if len(lives) != len(epoch.seats):
-            raise Violation(f"two lives of one peer in {epoch}")
-        self.checks.look(process)
 
     def _check_progress(self) -> None:
         """All that live and want places have them, and nobody else has, if somebody can still decide that."""

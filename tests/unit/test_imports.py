@@ -55,9 +55,10 @@ def test_policy_needs_the_standard_library_and_numpy_only(path):
 
 
 @pytest.mark.parametrize("path", modules_under("swarm_peer/protocol"), ids=ids)
-def test_the_protocol_needs_the_standard_library_only(path):
+def test_the_protocol_needs_the_standard_library_and_the_ledger_only(path):
     for name in imports_of(path):
-        allowed = name.split(".")[0] in sys.stdlib_module_names or is_in(name, "swarm_peer.protocol")
+        own = is_in(name, "swarm_peer.protocol", "swarm_peer.policy.data.ledger", "swarm_peer.policy.data.ranges")
+        allowed = name.split(".")[0] in sys.stdlib_module_names or own
         assert allowed, f"{ids(path)} imports {name}"
 
 
@@ -78,7 +79,7 @@ def test_policy_has_no_clock_and_no_dice(path):
 def test_wire_does_not_know_the_runtime_and_the_model(path):
     for name in imports_of(path):
         if is_in(name, "swarm_peer", "coordinator"):
-            allowed = ("wire", "policy", "config", "config_errors", "errors", "addresses")
+            allowed = ("wire", "protocol", "policy", "config", "config_errors", "errors", "addresses")
             assert is_in(name, *(f"swarm_peer.{each}" for each in allowed)), f"{ids(path)} imports {name}"
 
 

@@ -1,0 +1,56 @@
+"""The batch of a round, as the leader of stage 0 sees it: what was counted, when it is full, and who may do what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from swarm_peer.policy.data.ranges import SliceId
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.grants import Grant, Grants
+from swarm_peer.protocol.log import Base, Close
+from swarm_peer.protocol.member import Member, RoundContext
+from swarm_peer.protocol.messages import Counted
+from swarm_peer.protocol.statements import EpochId, Seat
+
+
+class Batch:
+    """The counts of the open rounds, and what seats were granted for them."""
+
+    def __init__(self, reign: EpochId, context: RoundContext):
+        self._context = context
+        self._grants = Grants(reign, context.batch, context.unit, context.timing.share_s)
+        self._counted: dict[Seat, Counted] = {}
+
+    def adopt(self, reads: Mapping[Seat, Collection[SliceId]]) -> None:
+        """Note what seats read by grants of an earlier leader."""
+        for seat, slices in sorted(reads.items()):
+            self._grants.hold(seat, slices)
+
+    def take(self, sender: Seat, counted: Counted, member: Member, epoch: Epoch, now_s: float) -> Grant:
+        """Note what a seat has done; returns what it may do next."""
+        context, ledger, next_round = self._context, member.ledger, member.log.next_round
+        assert ledger is not None, "the leader has the stage's state"
+        known = self._counted.get(sender)
+        if known is None or known.done.body.age <= counted.done.body.age:
+            self._counted[sender] = counted
+        done = self._counted[sender].done.body
+        self._counted = {seat: each for seat, each in self._counted.items() if each.done.body.round >= next_round}
+        self._grants.follow(epoch.roster(0), ledger, next_round, context.decided_in(next_round + context.lag))
+        self._grants.note_done(sender, done.round, done.samples, context.believed(done), now_s)
+        return self._grants.grant(sender, counted.wants, ledger, now_s)
+
+    def close(self, number: int, base: Base, epoch: Epoch) -> Close | None:
+        """The close of a round, if what was counted from its base fills the batch.
+
+        What seats have done that left counts as well, where others have been given it.
+        """
+        present = {seat: each for seat, each in self._counted.items() if seat in epoch.roster(0)}
+        decided_in = self._context.decided_in(number)
+        given = {name.seat for each in present.values() for name in each.guests if name.round == decided_in}
+        counts = tuple(
+            each.done
+            for seat, each in sorted(self._counted.items())
+            if (seat in present or seat in given) and (each.done.body.round, each.done.body.base) == (number, base)
+        )
+        close = Close(number, counts)
+        return close if counts and self._context.fills(close) else None

@@ -1,0 +1,183 @@
+"""What the leader of stage 0 grants: who reads which slices of the data, and how much each may launch in a round. Pure.
+
+A grant is no promise to others: what counts is decided by cuts, which hold no sample twice. Grants keep seats from
+reading what others read, and from computing more than the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from swarm_peer.policy.data.ledger import MAX_PASSES_AHEAD, Ledger
+from swarm_peer.policy.data.ranges import SliceId
+from swarm_peer.protocol.statements import EpochId, Seat
+
+# Slices that one grant adds at most.
+MAX_GRANTED = 64
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a seat of stage 0 reads, has launched, and would like to have.
+
+    Attributes:
+        seen: the number of the newest grant that it has
+        reads: slices that it reads, and has not come to the end of
+        slices: how many more it would read
+        round: that is open here
+        claimed: samples that it has launched in that round
+        samples: how many more it could launch now
+        voids: how often it has given up what it had computed in that round
+    """
+
+    seen: int
+    reads: tuple[SliceId, ...]
+    slices: int
+    round: int
+    claimed: int
+    samples: int
+    voids: int
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a seat of stage 0 may do: read these slices and no others, and launch so many samples in a round.
+
+    Attributes:
+        number: of the grants of this leader to this seat
+    """
+
+    reign: EpochId
+    number: int
+    slices: tuple[SliceId, ...]
+    round: int
+    up_to: int
+
+
+@dataclass
+class _Share:
+    """One seat's share of a round.
+
+    Attributes:
+        up_to: samples that it may launch
+        done: that it has had computed, and since when
+        unbelieved: those of them that it lacks receipts for
+    """
+
+    up_to: int = 0
+    claimed: int = 0
+    voids: int = 0
+    done: int = 0
+    unbelieved: int = 0
+    since_s: float = 0.0
+
+    def taken(self, late_s: float) -> int:
+        """The part of the batch that is not for others; of a seat that has long done nothing, what it has done."""
+        return (self.done if self.since_s < late_s else max(self.up_to, self.claimed)) - self.unbelieved
+
+
+@dataclass
+class _Held:
+    """A slice that a seat reads, or has read until it lost its place.
+
+    Attributes:
+        until: where the seat is gone, the round whose entry decides whether its samples count; None while it is there
+    """
+
+    seat: Seat
+    until: int | None = None
+
+
+@dataclass
+class Grants:
+    """What one leader has granted.
+
+    Attributes:
+        batch, unit: samples of a round, and of a microbatch
+        patience_s: after so long without a microbatch, others may take a seat's share of the round
+    """
+
+    reign: EpochId
+    batch: int
+    unit: int
+    patience_s: float
+    _held: dict[SliceId, _Held] = field(default_factory=dict)
+    _given: dict[Seat, Grant] = field(default_factory=dict)
+    _shares: dict[int, dict[Seat, _Share]] = field(default_factory=dict)
+
+    def hold(self, seat: Seat, slices: Iterable[SliceId]) -> None:
+        """Note that a seat reads these slices, by grants of an earlier leader."""
+        for slice_id in slices:
+            self._held.setdefault(slice_id, _Held(seat))
+
+    def follow(self, roster: Collection[Seat], ledger: Ledger, next_round: int, decided_in: int) -> None:
+        """Note who is there, and how far the log is.
+
+        Args:
+            decided_in: the round whose entry holds what is computed now
+        """
+        for slice_id, held in list(self._held.items()):
+            if held.seat in roster:
+                held.until = None
+            elif held.until is None:
+                held.until = decided_in
+            if ledger.is_finished(slice_id) or (held.until is not None and held.until < next_round):
+                del self._held[slice_id]
+        self._given = {seat: given for seat, given in self._given.items() if seat in roster}
+        self._shares = {number: shares for number, shares in self._shares.items() if number >= next_round}
+        for shares in self._shares.values():
+            for seat in [seat for seat in shares if seat not in roster]:
+                del shares[seat]
+
+    def note_done(self, seat: Seat, number: int, done: int, believed: int, now_s: float) -> None:
+        """Note how far a seat is with its share."""
+        share = self._shares.setdefault(number, {}).setdefault(seat, _Share(since_s=now_s))
+        share.unbelieved = done - believed
+        if share.done != done:
+            share.done, share.since_s = done, now_s
+
+    def grant(self, seat: Seat, wants: Wants, ledger: Ledger, now_s: float) -> Grant:
+        """What a seat may do from now on."""
+        before = self._given.get(seat)
+        if before is None or wants.seen >= before.number:
+            # It has seen all grants: what it does not read any more, others may.
+            for slice_id, held in list(self._held.items()):
+                if held.seat == seat and slice_id not in wants.reads:
+                    del self._held[slice_id]
+        self.hold(seat, (slice_id for slice_id in wants.reads if not ledger.is_finished(slice_id)))
+        granted = [slice_id for slice_id, held in self._held.items() if held.seat == seat]
+        missing = len(wants.reads) + wants.slices - len(granted)
+        added = list(itertools.islice(self._free(ledger), max(missing, 0)))
+        self.hold(seat, added)
+        number = max(wants.seen, before.number if before is not None else 0)
+        if before is None or added or before.round != wants.round:
+            number += 1
+        up_to = self._places(seat, wants, now_s)
+        given = Grant(self.reign, number, tuple(sorted((*granted, *added))), wants.round, up_to)
+        self._given[seat] = given
+        return given
+
+    def _free(self, ledger: Ledger) -> list[SliceId]:
+        """Slices that nobody reads, of the oldest pass that has some."""
+        for pass_number in range(ledger.current_pass, ledger.current_pass + MAX_PASSES_AHEAD):
+            free = (slice_id for slice_id in ledger.unfinished(pass_number) if slice_id not in self._held)
+            if found := list(itertools.islice(free, MAX_GRANTED)):
+                return found
+        return []
+
+    def _places(self, seat: Seat, wants: Wants, now_s: float) -> int:
+        shares = self._shares.setdefault(wants.round, {})
+        share = shares.setdefault(seat, _Share(since_s=now_s))
+        if wants.voids < share.voids:
+            return share.up_to  # an old message
+        if wants.voids > share.voids:
+            share.voids, share.up_to, share.claimed = wants.voids, 0, 0
+        share.claimed = max(share.claimed, wants.claimed)
+        others = sum(each.taken(now_s - self.patience_s) for other, each in shares.items() if other != seat)
+        share.up_to = max(share.up_to, share.claimed)
+        room = self.batch - others + share.unbelieved
+        while share.up_to < share.claimed + wants.samples and share.up_to < room:
+            share.up_to += self.unit
+        return share.up_to
