@@ -8,9 +8,10 @@ from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.grants import Grant, Grants
 from swarm_peer.protocol.log import Base, Close
-from swarm_peer.protocol.member import Member, RoundContext
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Counted
 from swarm_peer.protocol.statements import EpochId, Seat
+from swarm_peer.protocol.work import RoundContext
 
 
 class Batch:
@@ -42,7 +43,7 @@ class Batch:
     def close(self, number: int, base: Base, epoch: Epoch) -> Close | None:
         """The close of a round, if what was counted from its base fills the batch.
 
-        What seats have done that left counts as well, where others have been given it.
+        The counts of seats that have left are among them, where others have been given their work.
         """
         present = {seat: each for seat, each in self._counted.items() if seat in epoch.roster(0)}
         decided_in = self._context.decided_in(number)

@@ -14,7 +14,7 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Certified, Epoch
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log
-from swarm_peer.protocol.member import Member, RoundContext
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
     Begin,
@@ -38,6 +38,7 @@ from swarm_peer.protocol.messages import (
     WantRoot,
 )
 from swarm_peer.protocol.statements import EpochId, Seat
+from swarm_peer.protocol.work import RoundContext
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class Core:
         self._epoch: Epoch | None = None
         self._next_resend_s = 0.0
         self._spoken: dict[int, object] = {}
-        # What each member waits for its leader to do, and since when.
+        # By stage, the thing that its leader should do next, and since when.
         self._waits: dict[int, tuple[object, float]] = {}
         self._prepared: dict[int, tuple[Log, str, Ledger | None]] = {}
 

@@ -1,4 +1,4 @@
-"""What the leader of stage 0 grants: who reads which slices of the data, and how much each may launch in a round. Pure.
+"""The leader of stage 0 grants each seat slices of the data to read, and a share of each round to launch. Pure.
 
 A grant is no promise to others: what counts is decided by cuts, which hold no sample twice. Grants keep seats from
 reading what others read, and from computing more than the batch.
@@ -20,7 +20,7 @@ MAX_GRANTED = 64
 
 @dataclass(frozen=True)
 class Wants:
-    """What a seat of stage 0 reads, has launched, and would like to have.
+    """A seat of stage 0 tells its leader how far it is, and what it would like to have.
 
     Attributes:
         seen: the number of the newest grant that it has
@@ -43,7 +43,7 @@ class Wants:
 
 @dataclass(frozen=True)
 class Grant:
-    """What a seat of stage 0 may do: read these slices and no others, and launch so many samples in a round.
+    """The leader allows a seat of stage 0 to read these slices and no others, and to launch so many samples in a round.
 
     Attributes:
         number: of the grants of this leader to this seat
@@ -92,7 +92,7 @@ class _Held:
 
 @dataclass
 class Grants:
-    """What one leader has granted.
+    """The grants of one leader.
 
     Attributes:
         batch, unit: samples of a round, and of a microbatch
@@ -139,7 +139,7 @@ class Grants:
             share.done, share.since_s = done, now_s
 
     def grant(self, seat: Seat, wants: Wants, ledger: Ledger, now_s: float) -> Grant:
-        """What a seat may do from now on."""
+        """The newest grant of a seat."""
         before = self._given.get(seat)
         if before is None or wants.seen >= before.number:
             # It has seen all grants: what it does not read any more, others may.

@@ -27,7 +27,7 @@ from swarm_peer.protocol.log import (
     is_lacking,
     repeats,
 )
-from swarm_peer.protocol.member import Member, RoundContext
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import (
     Begin,
     Blame,
@@ -43,9 +43,25 @@ from swarm_peer.protocol.messages import (
 )
 from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
+from swarm_peer.protocol.work import RoundContext
 
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
+
+
+@dataclass
+class Attempt:
+    """One cut of a round, as the leader sees it.
+
+    Attributes:
+        most_s: when most members of the cut had its result
+    """
+
+    cut: Cut
+    since_s: float
+    most_s: float | None = None
+    said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
+    blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
 
 
 @dataclass
@@ -53,19 +69,14 @@ class Round:
     """The round that comes next, as the leader sees it.
 
     Attributes:
-        most_s: when most members of the cut had its result
         late: those who have kept the others waiting
     """
 
     number: int
     ready: dict[Seat, Ready] = field(default_factory=dict)
     first_ready_s: float = 0.0
-    cut: Cut | None = None
-    cut_s: float = 0.0
-    most_s: float | None = None
     late: set[Seat] = field(default_factory=set)
-    said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
-    blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
+    attempt: Attempt | None = None
 
 
 class OtherStages:
@@ -194,19 +205,19 @@ class Leader:
 
     def take_said(self, sender: Seat, statement: Signed[Have] | Signed[Pass]) -> Body | None:
         """Note that a member has the result of the cut, or agrees to be left out."""
-        cut = self.round.cut
+        present = self.round.attempt
         if not self.is_synced:
             return None
-        if cut is None or statement.body.cut != cut.hash:
+        if present is None or statement.body.cut != present.cut.hash:
             return self.entries(self._member.log.next_round - 1)
-        self.round.said[sender] = statement
+        present.said[sender] = statement
         return None
 
     def take_blame(self, sender: Seat, blame: Blame) -> None:
         """Note that a member has no result, and whom it blames."""
-        cut = self.round.cut
-        if cut is not None and blame.statement.body.cut == cut.hash and sender in cut.seats:
-            self.round.blamed[sender] = blame.statement
+        present = self.round.attempt
+        if present is not None and blame.statement.body.cut == present.cut.hash and sender in present.cut.seats:
+            present.blamed[sender] = blame.statement
 
     # --- what it does
 
@@ -255,16 +266,17 @@ class Leader:
         if present.number not in self._member.closes:
             return [] if base is None else [Begin(self._member.stage, present.number, base, self.wants_root)]
         said: list[Body] = [self._member.closes[present.number]]
-        if present.cut is None:
+        if present.attempt is None:
             self._cut_when_ready(now_s, epoch, base)
         else:
-            if (committed := self._agreed(now_s, epoch)) is not None:
+            if (committed := self._agreed(now_s, epoch, present.attempt)) is not None:
                 self.wants_root &= not committed.entry.cut.root
                 self._patience.end_round(epoch.roster(self._member.stage), present.late)
                 self._member.take_commit(committed)
                 return [Commit(committed)]
-            self._cut_again_after_failure(now_s, epoch, base)
-        return [*said, *([Cutting(present.cut)] if present.cut is not None else [])]
+            self._cut_again_after_failure(now_s, epoch, base, present.attempt)
+        attempt = self.round.attempt
+        return [*said, *([Cutting(attempt.cut)] if attempt is not None else [])]
 
     def _news(self) -> Entries:
         """The log, for all whose status was heard."""
@@ -349,9 +361,9 @@ class Leader:
         if base is None:
             return
         root = self._root(epoch, {seat: present.ready[seat].root for seat in seats})
-        # Who has another root has other weights, and takes the stage's.
+        # A seat with another root has other weights, and takes the stage's.
         seats = sorted(seat for seat in seats if present.ready[seat].root in ("", root))
-        present.cut = Cut(
+        cut = Cut(
             stage=log.stage,
             round=present.number,
             epoch=epoch.id,
@@ -363,7 +375,7 @@ class Leader:
             parts=self._parts(seats, base),
             blamed=blamed,
         )
-        present.cut_s, present.most_s, present.said, present.blamed = now_s, None, {}, {}
+        present.attempt = Attempt(cut, now_s)
 
     def _root(self, epoch: Epoch, told: dict[Seat, str]) -> str:
         """The root that most votes tell, of two the leader's own; empty if nobody tells one."""
@@ -372,7 +384,7 @@ class Leader:
         return max(votes, key=lambda root: (len(votes[root]), root == own, root), default="")
 
     def _parts(self, seats: list[Seat], base: Base) -> tuple[Part, ...]:
-        """Who brings what: each name once, and no sample twice."""
+        """The parts of a cut: each name is in one of them, and no sample is there twice."""
         ready, ledger = self.round.ready, self._member.ledger
         offered = [(seat, each) for seat in seats for each in ready[seat].part.brings]
         # A seat that still has its own contribution brings it: others may have been given a part of it.
@@ -389,70 +401,61 @@ class Leader:
             brings[seat].append(each)
         return tuple(Part(seat, tuple(each)) for seat, each in brings.items())
 
-    def _agreed(self, now_s: float, epoch: Epoch) -> Committed | None:
+    def _agreed(self, now_s: float, epoch: Epoch, present: Attempt) -> Committed | None:
         """The entry, once all members of the cut have the same result, or most have and the others had their time."""
-        present = self.round
         cut = present.cut
-        assert cut is not None
         have = {seat: s.body.digest for seat, s in present.said.items() if isinstance(s.body, Have)}
         if not have:
             return None
         digest, count = max(Counter(have.values()).items(), key=lambda item: (item[1], item[0]))
-        if 2 * count > len(cut.parts) and present.most_s is None:
+        if present.most_s is None and 2 * count > len(cut.parts):
             present.most_s = now_s
-        others = self._patience.waited_for(seat for seat in cut.seats if have.get(seat) != digest)
-        if others:
-            if present.most_s is None or now_s < present.most_s + self._timing.slowest_s(
-                present.most_s - present.cut_s
-            ):
-                return None
-            present.late |= others
-        elif present.most_s is None:
+        if present.most_s is None:
             return None
+        others = self._patience.waited_for(seat for seat in cut.seats if have.get(seat) != digest)
+        others_s = max(self._timing.others_s, present.most_s - present.since_s)
+        if others and now_s < present.most_s + others_s:
+            return None
+        self.round.late |= others
         entry, agreement = Entry(cut, digest), tuple(present.said.values())
         origin = self._context.epoch_of(cut.epoch)
         close = self._member.closes[cut.round]
         return Committed(entry, agreement, close) if origin is not None and entry.is_agreed(agreement, origin) else None
 
-    def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None) -> None:
+    def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None, present: Attempt) -> None:
         """Try again without those that said nothing, or without accuser and accused; then with all once more."""
-        present = self.round
-        cut = present.cut
-        assert cut is not None
+        cut, ready = present.cut, self.round.ready
         roster = set(epoch.roster(self._member.stage))
         gone = set(cut.seats) - roster
         silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
-        is_late = now_s > present.cut_s + self._timing.average_s
-        present.late |= silent if is_late else set()
+        is_late = now_s > present.since_s + self._timing.average_s
+        self.round.late |= silent if is_late else set()
         if not gone and not is_late and not (present.blamed and not silent):
             return
-        ready, attempt = set(present.ready) & roster, cut.attempt + 1
+        attempt = cut.attempt + 1
         blamed: tuple[Signed[Blamed], ...] = ()
-        left = set(cut.seats) & ready - (silent if is_late else set())
+        left = set(cut.seats) & set(ready) & roster - (silent if is_late else set())
         if not gone and not silent:
-            blamed = self._most_named()
+            blamed = _most_named(present.blamed)
             left -= {seat for signed in blamed for seat in (signed.body.author, *signed.body.seats)}
         if attempt % MAX_TRIES == 0 or not left:
-            blamed, left = (), ready
-            if not epoch.is_divided and ready:
-                left = {max(ready, key=lambda seat: (present.ready[seat].part.weight, seat))}
+            blamed, left = (), set(ready) & roster
+            if not epoch.is_divided and left:
+                left = {max(left, key=lambda seat: (ready[seat].part.weight, seat))}
         if left:
             self._cut(now_s, epoch, base, sorted(left), attempt, blamed)
         else:
-            self.round = Round(present.number)
+            self.round = Round(self.round.number)
 
-    def _most_named(self) -> tuple[Signed[Blamed], ...]:
-        """The accusation between the two seats of which most accusations are: a liar is one of them."""
-        pairs = Counter(
-            frozenset({author, accused})
-            for author, signed in self.round.blamed.items()
-            for accused in signed.body.seats
-        )
-        if not pairs:
-            return ()
-        worst = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
-        for author, signed in sorted(self.round.blamed.items()):
-            if author in worst and worst <= {author, *signed.body.seats}:
-                # The others whom it accuses stay.
-                return (signed,)
+
+def _most_named(blamed: dict[Seat, Signed[Blamed]]) -> tuple[Signed[Blamed], ...]:
+    """The accusation between the two seats of which most accusations are: a liar is one of them."""
+    pairs = Counter(frozenset({author, accused}) for author, signed in blamed.items() for accused in signed.body.seats)
+    if not pairs:
         return ()
+    worst = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
+    for author, signed in sorted(blamed.items()):
+        if author in worst and worst <= {author, *signed.body.seats}:
+            # The others whom it accuses stay.
+            return (signed,)
+    return ()

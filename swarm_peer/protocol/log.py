@@ -229,7 +229,7 @@ class Committed(NamedTuple):
 EpochOf = Callable[[EpochId], Epoch | None]
 
 
-# Entries that a log keeps. Who lacks more takes a state.
+# Entries that a log keeps. A member that lacks more takes a state.
 KEPT_ENTRIES = 16
 
 

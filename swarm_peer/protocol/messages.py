@@ -295,7 +295,3 @@ class Timing:
     others_s: float = 3.0
     heads_s: float = 20.0
     stuck_s: float = 90.0
-
-    def slowest_s(self, most_s: float) -> float:
-        """How long the slowest members of a cut have left, once most took so long."""
-        return max(self.others_s, most_s)

@@ -12,9 +12,9 @@ MOST_ROUNDS = 64
 
 
 class Patience:
-    """Whom a leader waits for, by how they have kept time before.
+    """The seats that a leader waits for, by how they have kept time before.
 
-    Who is not waited for takes part all the same where it is in time.
+    A seat that is not waited for takes part all the same where it is in time.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The messages of the protocol (swarm_peer/protocol) as bytes, and the signatures of its statements.
 
-What the protocol knows are plain classes with type hints; they are the schema. A class travels as the list of its
-number and its fields. What does not fit the hints exactly is refused, and so is a statement whose signature does not
-match, so that the protocol can believe each author.
+The protocol has plain classes, and their type hints are the schema. A class travels as the list of its number and its
+fields. A value that does not fit the hints exactly is refused, and so is a statement whose signature does not match, so
+that the protocol can believe each author.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def _reader(hint: Any) -> Reader:
-    """What reads a value of a type."""
+    """The function that reads a value of a type."""
     return _cached_reader(hint)
 
 

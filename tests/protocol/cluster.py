@@ -11,10 +11,10 @@ from driver import Driver
 
 from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import Certified, Epoch, Rules
-from swarm_peer.protocol.member import RoundContext
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Sign, Signed
+from swarm_peer.protocol.work import RoundContext
 
 
 @dataclass

@@ -14,8 +14,9 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, num_windows
 from swarm_peer.protocol.epochs import COORDINATORS, Restart
 from swarm_peer.protocol.log import Cut, Log
-from swarm_peer.protocol.member import Member, OpenRound
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat, Snapshot, hash_of
+from swarm_peer.protocol.work import OpenRound
 
 if TYPE_CHECKING:
     from cluster import Cluster, Process
@@ -251,7 +252,7 @@ class Driver:
         for slice_id, reader in reading.readers.items():
             if not reader.left and reader.num_windows == 0 and reader.last_round <= working.number:
                 end = WindowRange(*slice_id, 0, 0, True)
-                if first.computed(working.number, working.computed.base, weight=0, samples=[end]):
+                if first.work.computed(working.number, working.computed.base, weight=0, samples=[end]):
                     reader.last_round = working.number + 1
 
     def _compute(self, process: Process, first: Member, working: OpenRound, sample: SampleId, reading: Reading) -> bool:
@@ -280,7 +281,7 @@ class Driver:
         for member, epoch in reversed(list(zip(path, epochs, strict=True))):
             caller = first.me if member.stage == 1 else None
             given = {"weight": 1, "samples": samples, "receipt": receipt, "caller": caller, "num_samples": 1}
-            if self.random.random() < 0.03 or not member.computed(working.number, base, **given):
+            if self.random.random() < 0.03 or not member.work.computed(working.number, base, **given):
                 return False
             self.made[member.stage, member.me, working.number, sample] = base
             if member.stage == 1 and epoch is not None:

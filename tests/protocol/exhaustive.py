@@ -90,7 +90,7 @@ def state_of(walk: Walk) -> str:
         assert process.core is not None
         found.append((process.peer, process.core.epoch.id))
         for member in process.core.members.values():
-            found += [member.log.head, member.state, member.reign, sorted(member.open.items()), member.guests]
+            found += [member.log.head, member.state, member.reign, sorted(member.work.open.items()), member.work.guests]
         for leader in process.core.leaders.values():
             found.append(leader.round)
     return repr(found)

@@ -98,7 +98,7 @@ class FalseReceipts(Liar):
         """See Liar: the receipts are changed where they are made."""
         assert self.process.core is not None
         for member in self.process.core.members.values():
-            for present in member.open.values():
+            for present in member.work.open.values():
                 present.computed.callers = dict.fromkeys(present.computed.callers, FAR)
         return body
 

@@ -15,6 +15,7 @@ from swarm_peer.protocol.grants import Grants
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Cut, Log, Name, Part
 from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.work import Work
 
 
 def cuts_take_names_twice(self: Leader, seats: Any, base: Any) -> Any:
@@ -27,13 +28,13 @@ _part_of = Member.part_of
 _parts = Leader._parts
 
 
-def computes_from_any_base(self: Member, number: int, base: Any, **given: Any) -> bool:
+def computes_from_any_base(self: Work, number: int, base: Any, **given: Any) -> bool:
     """Microbatches of one round may come from several bases."""
     present = self.open.get(number)
     return present is not None and _computed(self, number, present.computed.base or base, **given)
 
 
-_computed = Member.computed
+_computed = Work.computed
 
 
 def other_bases_count(self: Leader, seats: Any, base: Any) -> Any:
@@ -82,8 +83,8 @@ def members_mind_no_base(self: Member, cut: Any, present: Any) -> bool:
 
 def statements_of_any_cut_count(self: Leader, sender: Any, statement: Any) -> Any:
     """A result of an earlier attempt counts for a later one."""
-    if self.is_synced and self.round.cut is not None:
-        self.round.said[sender] = statement
+    if self.is_synced and self.round.attempt is not None:
+        self.round.attempt.said[sender] = statement
 
 
 def leaders_do_not_ask(self: Leader, now_s: float, epoch: Any) -> None:
@@ -127,7 +128,7 @@ MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {
     each.__name__: (owner, method, each)
     for owner, method, each in (
         (Leader, "_parts", cuts_take_names_twice),
-        (Member, "computed", computes_from_any_base),
+        (Work, "computed", computes_from_any_base),
         (Leader, "_parts", other_bases_count),
         (Leader, "_parts", cuts_repeat_samples),
         (Cut, "is_repeating", members_see_no_repeats),

@@ -1,0 +1,232 @@
+"""The work of one seat in open rounds, and contributions that others have given it, until an entry holds them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from swarm_peer.policy.data.ranges import WindowRange, merge_ranges
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.log import (
+    Base,
+    Blamed,
+    Close,
+    Contribution,
+    Cut,
+    Done,
+    EpochOf,
+    Have,
+    Log,
+    Name,
+    Pass,
+    Receipt,
+)
+from swarm_peer.protocol.messages import Timing
+from swarm_peer.protocol.statements import Seat, Sign, Signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundContext:
+    """All that members and leaders of one process share.
+
+    Attributes:
+        batch, unit: samples of a round, and of a microbatch
+        lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
+        averages: whether a round ends with an average
+        is_rooted: whether all members tell the root of the state that a round begins with
+        fills: whether counts fill the batch of a round
+        believed: the samples of a count that there are receipts for
+        epoch_of: an epoch that was chosen, by its id
+        sign: signs as this process's seat
+    """
+
+    num_stages: int
+    batch: int
+    unit: int
+    lag: int
+    averages: Callable[[int], bool]
+    is_rooted: Callable[[int], bool]
+    fills: Callable[[Close], bool]
+    believed: Callable[[Done], int]
+    epoch_of: EpochOf
+    sign: Sign
+    timing: Timing
+
+    def decided_in(self, number: int) -> int:
+        """The round whose entry holds what is computed in a round."""
+        while not self.averages(number):
+            number += 1
+        return number
+
+
+@dataclass
+class Computed:
+    """Microbatches that a seat has computed in one round.
+
+    Attributes:
+        base: heads of all stages that it was computed from; empty before the first microbatch
+        weight: targets
+        samples: as stage 0 knows them
+        receipts: of seats of stage 1, at stage 0
+        callers: samples by the seat of stage 0 that has sent them, at stage 1
+    """
+
+    base: Base = ()
+    weight: int = 0
+    samples: list[WindowRange] = field(default_factory=list)
+    receipts: dict[Seat, Signed[Receipt]] = field(default_factory=dict)
+    callers: dict[Seat, int] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    """How a seat stands to the newest cut of a round.
+
+    Attributes:
+        num_fair_cuts: cuts that it was in, or agreed to be left out of
+        said: its own Have or Pass of the cut
+        failed: its statement that it has no result; None while it averages, or if it has one
+    """
+
+    cut: Cut | None = None
+    num_fair_cuts: int = 0
+    said: Signed[Have] | Signed[Pass] | None = None
+    failed: Signed[Blamed] | None = None
+
+
+@dataclass
+class OpenRound:
+    """A round that is not committed, as one member sees it.
+
+    Attributes:
+        claimed: samples that it has launched
+        voids: how often it has given up what it had computed
+        is_drained: whether nothing of it is inside any more
+        is_rooted: whether its leader has asked for the root of the state
+        root: of the state that it begins with; None until the driver has told it
+    """
+
+    number: int
+    computed: Computed = field(default_factory=Computed)
+    claimed: int = 0
+    voids: int = 0
+    is_drained: bool = False
+    is_rooted: bool = False
+    root: str | None = None
+    answer: Answer = field(default_factory=Answer)
+
+
+class Work:
+    """All that one seat could bring to the next cuts.
+
+    Attributes:
+        open: rounds that are not committed, by number
+        guests: contributions that others have given this seat, by name
+        lost: contributions that are in no entry and that this seat brings no more; for the driver to tell
+    """
+
+    def __init__(self, me: Seat, context: RoundContext):
+        self.open: dict[int, OpenRound] = {}
+        self.guests: dict[Name, Contribution] = {}
+        self.lost: list[Contribution] = []
+        self._me = me
+        self._context = context
+        # Of rounds without an average: the next one that has one holds it.
+        self._carried = Computed()
+
+    def round(self, number: int) -> OpenRound:
+        """A round that is open, or opens now."""
+        return self.open.setdefault(number, OpenRound(number))
+
+    def computed(
+        self,
+        number: int,
+        base: Base,
+        *,
+        weight: int,
+        samples: Iterable[WindowRange] = (),
+        receipt: Signed[Receipt] | None = None,
+        caller: Seat | None = None,
+        num_samples: int = 0,
+    ) -> bool:
+        """A microbatch of an open round was computed, and its gradient is kept; False if it must not be.
+
+        Args:
+            samples, receipt: at stage 0
+            caller, num_samples: at stage 1: for whom it was computed
+        """
+        present = self.open.get(number)
+        if present is None or present.is_drained or (present.computed.base or base) != base:
+            return False
+        made = present.computed
+        made.base = base
+        made.weight += weight
+        made.samples += samples
+        if receipt is not None:
+            made.receipts[receipt.body.author] = receipt
+        if caller is not None:
+            made.callers[caller] = made.callers.get(caller, 0) + num_samples
+        return True
+
+    def receipt_for(self, caller: Seat, number: int, epoch: Epoch) -> Receipt | None:
+        """The receipt of a seat of stage 1 for one of stage 0: how much it has computed for that."""
+        made = self.open[number].computed if number in self.open else Computed()
+        if not made.base:
+            return None
+        return Receipt(self._me, epoch.id, caller, number, made.callers.get(caller, 0), made.base)
+
+    def own(self, number: int) -> Contribution | None:
+        """This seat's contribution of a round, and of those before it that had no average."""
+        made = self.open[number].computed if number in self.open else Computed()
+        weight = self._carried.weight + made.weight
+        samples = merge_ranges([*self._carried.samples, *made.samples])
+        if not weight and not samples:
+            return None
+        return Contribution(Name(self._me, self._context.decided_in(number)), weight, samples, made.base)
+
+    def brings(self, number: int) -> tuple[Contribution, ...]:
+        """All contributions that this seat can bring to the average of a round."""
+        own = self.own(number)
+        guests = (each for name, each in sorted(self.guests.items()) if name.round == number)
+        return (*([own] if own is not None else []), *guests)
+
+    def to_hand_over(self, next_round: int) -> list[Contribution]:
+        """All that this seat could bring, for stage-mates to bring in its place."""
+        own = (self.own(number) for number in sorted({next_round, *self.open}))
+        return [*(each for each in own if each is not None), *self.guests.values()]
+
+    def void(self, number: int) -> None:
+        """Give up what was computed in a round, since it began from other heads."""
+        present = self.open[number]
+        made, name = present.computed, Name(self._me, self._context.decided_in(number))
+        self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
+        present.computed, present.claimed, present.voids = Computed(), 0, present.voids + 1
+
+    def end_round(self, cut: Cut) -> OpenRound | None:
+        """A round is committed. Returns what was known of it."""
+        own = self.own(cut.round)
+        present = self.open.pop(cut.round, None)
+        if cut.averages:
+            self._carried = Computed()
+            held = [*([own] if own is not None else []), *self.lost]
+            held += [self.guests.pop(name) for name in list(self.guests) if name.round <= cut.round]
+            self.lost = [each for each in held if each not in cut.brings]
+        elif present is not None:
+            self._carried.weight += present.computed.weight
+            self._carried.samples += present.computed.samples
+        return present
+
+    def give_up(self, next_round: int, log: Log | None = None) -> None:
+        """Give up all that was computed in open rounds.
+
+        Args:
+            log: that takes the place of the one before, and may hold some of it
+        """
+        for number in sorted({next_round, *self.open}):
+            if (own := self.own(number)) is not None:
+                self.lost.append(own)
+            self._carried = Computed()
+        self.open = {}
+        if log is not None:
+            held = {each for committed in log.committed for each in committed.entry.cut.brings}
+            self.lost = [each for each in self.lost if each not in held]
