@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -44,6 +45,10 @@ Record: TypeAlias = tuple[Place, int, Any]
 
 # Numbers are not looked at, so one of thousands of digits is no reason to pass over a text.
 _JSON = json.JSONDecoder(strict=False, parse_int=float)
+# Of tables, besides the one that the file's name tells, and how Excel names one in a line of its own.
+_DELIMITERS = (",", ";", "\t", "|")
+_NAMED_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^\w\s"]|\t)"?', re.IGNORECASE)
+_QUOTES = "a cell that begins with a quote has to end with one, and those within it stand twice"
 _BETWEEN_VALUES = re.compile(r"[\s,]*")
 _JSON_NAMES = {dict: "an object", list: "a list", float: "a number", bool: "true or false", type(None): "null"}
 
@@ -217,23 +222,83 @@ def _why(error: Exception) -> str:
 # --- tables
 
 
-def _cells(stream: io.BufferedReader, field: str, delimiter: str) -> Iterator[Record]:
-    """The cells of a column of comma-separated values."""
+def _cells(stream: io.BufferedReader, field: str, usual: str) -> Iterator[Record]:
+    """The cells of a column of a table of text.
+
+    Args:
+        usual: the delimiter, unless the file's first line has another one
+    """
     csv.field_size_limit(MAX_RECORD_BYTES)
-    lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
-    rows = csv.reader((line.replace("\0", "") for line in lines), delimiter=delimiter)
-    try:
-        header = [name.strip() for name in next(rows, [])]
-        if header and field not in header:
-            raise Broken(no_such_field(field, header))
-        for row in filter(None, rows):
-            index = header.index(field)
-            if index < len(row):
-                yield rows.line_num, len(row[index]), row[index]
-            else:
-                yield rows.line_num, 0, BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
-    except csv.Error as error:
-        raise Broken(f"line {rows.line_num} is no row ({error})") from error
+    lines = (line.replace("\0", "") for line in io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=""))
+    line, heading = next(((number, each) for number, each in enumerate(lines, 1) if not each.isspace()), (1, ""))
+    if named := _NAMED_DELIMITER.fullmatch(heading.strip("\r\n")):
+        line, heading, delimiter = line + 1, next(lines, ""), named["delimiter"]
+    else:
+        delimiter = _delimiter(heading, field, usual)
+    rows = _rows(itertools.chain([heading], lines), delimiter, line)
+    line, first = next(rows, (line, []))
+    if isinstance(first, BadRecord):
+        raise Broken(f"line {line}: {first}")
+    header = [name.strip() for name in first]
+    if header and field not in header:
+        raise Broken(no_such_field(field, header))
+    for line, row in rows:
+        if isinstance(row, BadRecord):
+            yield line, 0, row
+        elif row:
+            yield line, *_cell(row, header, field, delimiter)
+
+
+def _delimiter(heading: str, field: str, usual: str) -> str:
+    """The delimiter with which the first line of a table has the field, or else the most cells."""
+
+    def fit(delimiter: str) -> tuple[bool, int]:
+        names = [name.strip() for name in next(csv.reader([heading], delimiter=delimiter), [])]
+        # Where the whole line is the name of one field, it may be all names at once.
+        return field in names and len(names) > 1, len(names)
+
+    return max((usual, *_DELIMITERS), key=fit)
+
+
+def _rows(lines: Iterator[str], delimiter: str, line: int) -> Iterator[tuple[int, list[str] | BadRecord]]:
+    """The rows of a table, each with the number of its first line.
+
+    A quote without its partner would make one cell of all that follows. It costs the line that it is in.
+
+    Args:
+        line: the number of the first one
+    """
+    taken: list[str] = []  # by the present row
+    again: deque[str] = deque()
+
+    def source() -> Iterator[str]:
+        while (text := again.popleft() if again else next(lines, None)) is not None:
+            taken.append(text)
+            yield text
+
+    while True:
+        try:
+            for row in csv.reader(source(), delimiter=delimiter, strict=True):
+                yield line, row
+                line += len(taken)
+                taken.clear()
+            return
+        except csv.Error as error:
+            again.extendleft(reversed(taken[1:]))
+            taken.clear()
+            yield line, BadRecord(f"it is no row ({error}): {_QUOTES}")
+            line += 1
+
+
+def _cell(row: list[str], header: list[str], field: str, delimiter: str) -> tuple[int, str | BadRecord]:
+    """The length of a row's text, and the text."""
+    index = header.index(field)
+    if any(cell.strip() for cell in row[len(header) :]):
+        reason = f"it has {len(row)} cells, and the first line {len(header)}; a cell that has {delimiter!r} in it needs"
+        return 0, BadRecord(f"{reason} quotes")
+    if index >= len(row):
+        return 0, BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
+    return len(row[index]), row[index]
 
 
 def _parquet_records(stream: io.BufferedReader, field: str) -> Iterator[Record]:
