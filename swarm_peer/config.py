@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Group, Parameter
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
@@ -18,6 +18,8 @@ from typing_extensions import assert_never
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int5_hadamard", "int4_hadamard"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
+# What a file of a data set holds.
+FileKind = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
 # Values that share a Hadamard transform and a scale of two bytes.
@@ -111,10 +113,10 @@ class DataSection(Section):
     """The training data, and how it becomes samples."""
 
     dataset: Name = "embedded"
-    """embedded (text that comes with every Python), text, json or parquet (with files), a local folder or file (a path
-    that begins with ., / or ~), or a hub name"""
+    """embedded (text that comes with every Python); text, json, csv, tsv, parquet or arrow (with files); a local folder
+    or file (a path that begins with ., / or ~); or a hub name"""
     files: tuple[Name, ...] = ()
-    """local files, folders or glob patterns; text, json or parquet is what those hold whose names do not tell"""
+    """local files, folders or glob patterns; dataset says what those hold whose names do not tell"""
     subset: Name | None = None
     """name of the data set's configuration, as its card has it"""
     split: Name = "train"
@@ -135,11 +137,14 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _files_match(self) -> DataSection:
-        local = self.dataset in ("text", "json", "parquet")
+        local = self.dataset in get_args(FileKind)
         if local and not self.files:
             raise ValueError(f"dataset={self.dataset!r} needs files: name at least one file or glob pattern")
         if self.files and not local:
-            raise ValueError(f"files belong to dataset text, json or parquet, not to {self.dataset!r}: leave one out")
+            kinds = ", ".join(get_args(FileKind))
+            raise ValueError(
+                f"files belong to dataset {kinds}, not to {self.dataset!r}: set it to one, or leave one out"
+            )
         return self
 
 

@@ -117,6 +117,8 @@ def test_compressed_files_are_known_by_their_content(name: str, compress: Callab
         pa.array(TEXTS, pa.large_string()),
         pa.array(TEXTS, pa.string_view()),
         pa.array(TEXTS).dictionary_encode(),
+        pa.array([text.encode() for text in TEXTS]),
+        pa.array([text.encode() for text in TEXTS], pa.binary_view()),
     ],
 )
 def test_columns_of_tables(column: pa.Array) -> None:
@@ -137,6 +139,14 @@ def test_a_column_that_nobody_reads_may_change_its_type() -> None:
     assert len(read(put("a.json", "[" + ",".join(lines) + "]"))) == len(lines)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_two_columns_of_one_name_are_refused(name: str) -> None:
+    put("a.csv", "text,text\na,b\n")
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), "a.parquet")
+    with pytest.raises(UserError, match=r"data\.text_field='text' is the name of 2 columns: rename all but one; mend"):
+        read(name)
+
+
 def test_csv_with_all_that_cells_may_hold() -> None:
     long = "word " * 40_000
     put("a.csv", f'id, text\n1,"two\nlines, ""quoted"""\n\n2,NA\n3,\n4,{long}\n')
@@ -145,7 +155,9 @@ def test_csv_with_all_that_cells_may_hold() -> None:
 
 def test_a_delimiter_that_is_not_the_comma_is_recognised() -> None:
     for delimiter, name in itertools.product(";,\t|", ("a.csv", "a.tsv")):
-        rows = delimiter.join(("n", " text")) + "\n" + "".join(f"{i}{delimiter}{text}\n" for i, text in enumerate(TEXTS))
+        rows = (
+            delimiter.join(("n", " text")) + "\n" + "".join(f"{i}{delimiter}{text}\n" for i, text in enumerate(TEXTS))
+        )
         for start in ("", "\ufeff", "\n\r\n", f"sep={delimiter}\r\n", f'"sep={delimiter}"\n'):
             assert read(put(name, start + rows)) == TEXTS
     put("a.csv", "id;text\n1;a, b\n")
@@ -184,7 +196,9 @@ def test_a_row_with_more_cells_than_the_first_line_costs_itself(caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         assert list(shard_of(DataFile("a.csv", "csv"), "text")()) == ["few", "empty ones"]
     reason = "line 2: it has 3 cells, and the first line 2; a cell that has ',' in it needs quotes"
-    assert [record.getMessage() for record in caplog.records] == [f"record_passed_over file=a.csv count=1 reason={reason}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"record_passed_over file=a.csv count=1 reason={reason}"
+    ]
 
 
 @given(st.lists(st.text(st.sampled_from('ab,;"\n '), min_size=1, max_size=9), max_size=20))
@@ -379,10 +393,21 @@ def test_a_file_of_which_nothing_can_be_used_is_an_error_that_says_why(
     assert str(caught.value).startswith(f"cannot read {Path(name).absolute()}: ")
 
 
-@pytest.mark.parametrize("column", [pa.array([1]), pa.array([b"x"]), pa.array([["x"]]), pa.array([{"a": "x"}])])
+def test_a_value_of_bytes_that_are_no_text_costs_itself(caplog: pytest.LogCaptureFixture) -> None:
+    table(pa.array([b"words", random.Random(0).randbytes(500), b"caf\xe9 and " + b"words " * 50, b"PK\x03\x04\0\0"]))
+    with caplog.at_level(logging.WARNING):
+        assert read("a.parquet") == ["words", "caf\ufffd and " + "words " * 50]
+    assert "reason=row 2: it is binary: " in caplog.text
+    assert "reason=row 4: it is binary: 2 of its 6 bytes are not UTF-8" in caplog.text
+
+
+@pytest.mark.parametrize("column", [pa.array([1]), pa.array([["x"]]), pa.array([{"a": "x"}])])
 def test_a_column_without_text_is_an_error_that_says_what_it_holds(column: pa.Array) -> None:
-    with pytest.raises(UserError, match=r"data\.text_field='text' holds .+, not text: choose one of other, text; mend"):
+    with pytest.raises(UserError, match=r"data\.text_field='text' holds .+, not text: no column does; mend"):
         read(table(column))
+    pq.write_table(pa.table({"text": column, "body": ["x"], "raw": [b"x"], "n": [1]}), "b.parquet")
+    with pytest.raises(UserError, match=r"holds .+, not text: choose one of body, raw; mend"):
+        read("b.parquet")
     with pytest.raises(UserError, match=r"data\.text_field='body' is no field of it: it has other, text"):
         read("a.parquet", text_field="body")
 

@@ -18,14 +18,12 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
-from swarm_peer.config import DataSection, looks_like_a_path
+from swarm_peer.config import DataSection, FileKind, looks_like_a_path
 from swarm_peer.errors import UserError
 
-Kind: TypeAlias = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
-
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, FileKind] = {
     ".txt": "text",
     ".text": "text",
     ".md": "text",
@@ -81,7 +79,7 @@ class DataFile(NamedTuple):
     """
 
     path: str
-    kind: Kind
+    kind: FileKind
     size: int = 0
     member: str = ""
 
@@ -114,7 +112,7 @@ def local_folder(section: DataSection) -> Path | None:
     return Path(os.path.expanduser(name)) if is_path else None
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> FileKind | None:
     """The kind of data that a file's name tells of, compressed or not; None if the name does not tell."""
     name = _uncompressed(name)
     return _KINDS.get(re.split(r"[-_]\d", os.path.splitext(name)[1])[0])  # also news.jsonl-00000-of-00002
@@ -158,7 +156,7 @@ def find_data(section: DataSection) -> Found:
         UserError: there are none, they cannot be listed, or a folder has a link that leads out of it
     """
     found, folder = Found(), local_folder(section)
-    default = cast("Kind", section.dataset) if section.files else None
+    default = cast("FileKind", section.dataset) if section.files else None
     what = f"data.files={list(section.files)}" if section.files else f"data.dataset={section.dataset!r}"
     if not section.files and folder is None:
         return found
@@ -290,7 +288,7 @@ def _uncompressed(name: str) -> str:
     return base if suffix in _COMPRESSED else name.lower()
 
 
-def _add(found: Found, path: str, default: Kind | None, is_meant: bool) -> None:
+def _add(found: Found, path: str, default: FileKind | None, is_meant: bool) -> None:
     """Add a file, or the files in a zip archive, or note why they are left out."""
     if not path.lower().endswith(_ARCHIVE):
         _add_one(found, DataFile(path, default or "text", os.path.getsize(path)), default, is_meant)
@@ -306,7 +304,7 @@ def _add(found: Found, path: str, default: Kind | None, is_meant: bool) -> None:
             _add_one(found, file, default, is_meant=False)
 
 
-def _add_one(found: Found, file: DataFile, default: Kind | None, is_meant: bool) -> None:
+def _add_one(found: Found, file: DataFile, default: FileKind | None, is_meant: bool) -> None:
     """Add a file, or note why it is left out.
 
     Args:

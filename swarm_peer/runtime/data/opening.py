@@ -135,16 +135,21 @@ def _check_text(head: bytes) -> None:
     start, mark = _TAR_MARK
     if head[start : start + len(mark)] == mark:
         raise Broken("it is a tar archive: unpack it")
-    if head.isascii() and b"\0" not in head:
-        return
     whole = head[: head.rfind(b"\n") + 1] or head  # the last character may be cut
-    bad = len(whole) - len(whole.replace(b"\0", b"").decode(errors="ignore").encode())
-    if bad * _ONE_BAD_BYTE_IN <= len(whole):
+    if not (bad := bad_bytes(whole)):
         return
     count = f"{bad} of its first {len(whole)} bytes are not UTF-8"
     if len(whole.translate(None, _CONTROLS)) < 0.99 * len(whole):
         raise Broken(f"it is binary, or UTF-16 without its mark: {count}")
     raise Broken(f"it is text in another encoding, such as Latin-1: {count}; convert it (iconv -f latin1 -t utf-8)")
+
+
+def bad_bytes(data: bytes) -> int:
+    """How many of some bytes are NUL or no UTF-8; 0 if they are few enough for a text."""
+    if data.isascii() and b"\0" not in data:
+        return 0
+    bad = len(data) - len(data.replace(b"\0", b"").decode(errors="ignore").encode())
+    return bad if bad * _ONE_BAD_BYTE_IN > len(data) else 0
 
 
 class _Parts(io.RawIOBase):

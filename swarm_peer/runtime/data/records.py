@@ -15,14 +15,22 @@ import itertools
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swarm_peer.errors import first_line
 from swarm_peer.runtime.data.files import DataFile
-from swarm_peer.runtime.data.opening import BLOCK_BYTES, Broken, is_about_content, is_local, open_raw, open_text
+from swarm_peer.runtime.data.opening import (
+    BLOCK_BYTES,
+    Broken,
+    bad_bytes,
+    is_about_content,
+    is_local,
+    open_raw,
+    open_text,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,6 +57,8 @@ _JSON = json.JSONDecoder(strict=False, parse_int=float)
 _DELIMITERS = (",", ";", "\t", "|")
 _NAMED_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^\w\s"]|\t)"?', re.IGNORECASE)
 _QUOTES = "a cell that begins with a quote has to end with one, and those within it stand twice"
+# Types of columns of tables, as pyarrow prints them. Some programs write text as bytes.
+_KINDS_OF_TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null"}
 _BETWEEN_VALUES = re.compile(r"[\s,]*")
 _JSON_NAMES = {dict: "an object", list: "a list", float: "a number", bool: "true or false", type(None): "null"}
 
@@ -119,6 +129,14 @@ def no_such_field(field: str, others: Iterable[str]) -> str:
     """The reason for which a record or a table is not read that has other fields."""
     names = ", ".join(sorted(map(str, others))[:20]) or "none"
     return f"data.text_field={field!r} is no field of it: it has {names}; choose one of them"
+
+
+def _check_field(field: str, names: Sequence[str]) -> None:
+    """Raise Broken unless a table has the field once."""
+    if field not in names:
+        raise Broken(no_such_field(field, names))
+    if names.count(field) > 1:
+        raise Broken(f"data.text_field={field!r} is the name of {names.count(field)} columns: rename all but one")
 
 
 # --- text
@@ -240,8 +258,8 @@ def _cells(stream: io.BufferedReader, field: str, usual: str) -> Iterator[Record
     if isinstance(first, BadRecord):
         raise Broken(f"line {line}: {first}")
     header = [name.strip() for name in first]
-    if header and field not in header:
-        raise Broken(no_such_field(field, header))
+    if header:
+        _check_field(field, header)
     for line, row in rows:
         if isinstance(row, BadRecord):
             yield line, 0, row
@@ -353,15 +371,18 @@ def _arrow_records(file: DataFile, stack: ExitStack, field: str) -> Iterator[Rec
 
 def _check_column(schema: pa.Schema, field: str) -> None:
     """Raise Broken if a table has no such column of text."""
+    _check_field(field, schema.names)
+    if not _may_be_text(kind := schema.field(field).type):
+        others = ", ".join(column.name for column in schema if _may_be_text(column.type))
+        advice = f"choose one of {others}" if others else "no column does"
+        raise Broken(f"data.text_field={field!r} holds {kind}, not text: {advice}")
+
+
+def _may_be_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    if field not in schema.names:
-        raise Broken(no_such_field(field, schema.names))
-    kind = schema.field(field).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    if not is_text and not pa.types.is_null(kind):
-        raise Broken(f"data.text_field={field!r} holds {kind}, not text: choose one of {', '.join(schema.names)}")
+    return str(kind) in _KINDS_OF_TEXT
 
 
 def _values(column: pa.Array, first: int) -> Iterator[Record]:
@@ -370,5 +391,9 @@ def _values(column: pa.Array, first: int) -> Iterator[Record]:
 
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    may_be_other = "binary" in str(column.type)
     for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first):
-        yield f"row {row}", len(value or b""), value
+        if may_be_other and value and (bad := bad_bytes(value)):
+            yield f"row {row}", 0, BadRecord(f"it is binary: {bad} of its {len(value)} bytes are not UTF-8")
+        else:
+            yield f"row {row}", len(value or b""), value
