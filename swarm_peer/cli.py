@@ -22,7 +22,7 @@ from swarm_peer import __version__
 from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
 from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
-from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault
+from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault, missing_letters
 
 log = logging.getLogger(__name__)
 
@@ -198,9 +198,7 @@ def run_app(application: App) -> Callable[[], None]:
         except UnicodeEncodeError as error:
             if sys.getfilesystemencoding() == "utf-8":
                 raise
-            letters, known = error.object[error.start : error.end], sys.getfilesystemencoding()
-            advice = "take a UTF-8 locale (LC_ALL=C.UTF-8)"
-            print(f"{name}: this shell's encoding ({known}) has no {letters!a}: {advice}", file=sys.stderr)
+            print(f"{name}: {missing_letters(error)}", file=sys.stderr)
             sys.exit(2)
         except BrokenPipeError:
             if not _has_no_reader(STDOUT):  # but a connection of the program has failed

@@ -140,6 +140,8 @@ class DataSection(Section):
         local = self.dataset in get_args(FileKind)
         if local and not self.files:
             raise ValueError(f"dataset={self.dataset!r} needs files: name at least one file or glob pattern")
+        if self.subset is not None and (self.files or self.dataset == "embedded"):
+            raise ValueError(f"subset={self.subset!r} is for data sets whose card has configs: leave it out")
         if self.files and not local:
             kinds = ", ".join(get_args(FileKind))
             raise ValueError(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from typing import ClassVar
 
 
@@ -164,6 +165,25 @@ def machine_fault(error: BaseException) -> str | None:
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def check_letters(path: str) -> None:
+    """Check that a path can be had in this shell's encoding: Python says of one that cannot that there is none.
+
+    Raises:
+        UserError: it has letters that the encoding lacks
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UserError(missing_letters(error)) from error
+
+
+def missing_letters(error: UnicodeEncodeError) -> str:
+    """What to do where this shell's encoding lacks letters of a path."""
+    letters = error.object[error.start : error.end]
+    encoding = sys.getfilesystemencoding()
+    return f"this shell's encoding ({encoding}) has no {letters!a}: take a UTF-8 locale (LC_ALL=C.UTF-8)"
 
 
 _ANOTHER_FOLDER = "(--output for a run, --cache-dir for what is downloaded, TMPDIR for temporary files)"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swarm_peer.config import RunManifest, looks_like_a_path
-from swarm_peer.errors import UserError, first_line, machine_fault
+from swarm_peer.errors import UserError, check_letters, first_line, machine_fault
 from swarm_peer.model.families import Family
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class ModelSource:
             UserError: there is no such folder, or the hub does not give its files
         """
         if self.folder is not None:
+            check_letters(str(self.folder))
             if not self.folder.is_dir():
                 raise self.error("is no folder on this machine: correct the path, or give a hub name")
             return path if (path := self.folder / file).is_file() else None

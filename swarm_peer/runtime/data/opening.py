@@ -141,7 +141,8 @@ def _check_text(head: bytes) -> None:
     count = f"{bad} of its first {len(whole)} bytes are not UTF-8"
     if len(whole.translate(None, _CONTROLS)) < 0.99 * len(whole):
         raise Broken(f"it is binary, or UTF-16 without its mark: {count}")
-    raise Broken(f"it is text in another encoding, such as Latin-1: {count}; convert it (iconv -f latin1 -t utf-8)")
+    advice = "convert it from its own (iconv -f cp1252 -t utf-8 for Western Europe's, -f shift_jis for Japan's)"
+    raise Broken(f"it is text in another encoding: {count}; {advice}")
 
 
 def bad_bytes(data: bytes) -> int:
