@@ -186,6 +186,7 @@ def run_app(application: App) -> Callable[[], None]:
 
     def run() -> None:
         name = application.name[0]
+        _open_streams()
         try:
             _check_surroundings()
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
@@ -216,6 +217,18 @@ def run_app(application: App) -> Callable[[], None]:
             sys.exit(130)
 
     return run
+
+
+def _open_streams() -> None:
+    """Lead streams nowhere that whoever started this program has closed (2>&-).
+
+    Python has None in their place. The next file to be opened would take the number of one, and libraries write there.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
 
 
 def _has_no_reader(descriptor: int) -> bool:

@@ -284,6 +284,13 @@ def test_a_locale_that_lacks_a_files_letters_is_named(encoding, is_told, monkeyp
     assert capsys.readouterr().err == (told if is_told else "")
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_as_one_that_leads_nowhere(closed):
+    words = (sys.executable, "-c", "from swarm_peer.cli import run; run()", "--initial-peers", "nobody")
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, b"", b"")
+
+
 def test_a_connection_that_breaks_is_no_reader_that_has_enough(monkeypatch):
     app = swarm_peer.cli.make_app("swarm-peer", "")
 
