@@ -151,6 +151,11 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__
 
 
+def last_line(error: BaseException | None) -> str:
+    """The last line of an exception's message, where the first ones only say what kind of thing is wrong."""
+    return str(error).strip().splitlines()[-1].strip()[:200].rstrip(".") if str(error).strip() else type(error).__name__
+
+
 def machine_fault(error: BaseException) -> str | None:
     """Say what this machine lacks, where, and what to do, if that has led to an error; None if something else has.
 

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarm_peer.config import ModelSection
 from swarm_peer.config_errors import suggestion
-from swarm_peer.errors import UserError, first_line
+from swarm_peer.errors import UserError, first_line, last_line
 from swarm_peer.model.families import Family, family_class, family_of
 from swarm_peer.model.families.base import FIXED_VALUES, shapes_only
 from swarm_peer.model.pretrained import ModelSource
@@ -106,8 +106,7 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
     try:
         parsed = family.config_class.from_dict(copy.deepcopy(config))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"model.config is no {model_type} model: {reason}; correct that value") from error
+        raise UserError(f"model.config is no {model_type} model: {last_line(error)}; correct that value") from error
     for key, (value, why) in {**FIXED_VALUES, **family.fixed_values}.items():
         found = getattr(parsed, key, value)
         if found != value and (found or value):  # false and null both turn a setting off

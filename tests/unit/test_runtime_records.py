@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from swarm_peer.config import DataSection
 from swarm_peer.errors import HubFailed, UserError
+from swarm_peer.files import LFS_POINTER
 from swarm_peer.runtime.data import opening, records
 from swarm_peer.runtime.data.corpus import check_shards, open_shards
 from swarm_peer.runtime.data.files import DataFile
@@ -359,6 +360,11 @@ def test_empty_parts_are_passed_over() -> None:
             r"text in another encoding: .*iconv.*shift_jis.*; mend",
         ),
         ("a.csv", ("text\n" + "\n".join(TEXTS)).encode("cp1252"), r"a\.csv: it is text in another encoding"),
+        *(
+            (name, LFS_POINTER + b"v1\n", r"it is a pointer of Git LFS.*git lfs pull")
+            for name in ("a.txt", "a.parquet")
+        ),
+        ("a.arrow", LFS_POINTER + b"v1\n", r"a\.arrow: it is a pointer of Git LFS, not the file itself: download that"),
         ("a.jsonl", b"PK\x03\x04abc", r"it is a zip archive, and its name does not say so"),
         ("a.txt", b"PAR1" + b"words " * 99, r"it is Parquet, and its name does not say so"),
         ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"y" * 99, mtime=0), r"it is a tar archive: unpack it"),

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
+from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 from swarm_peer.runtime.data.files import DataFile
 
 # Bytes to read from a disk, or from the hub, at a time; the same number is looked at to see whether a file is text.
@@ -129,6 +130,7 @@ def _recoded(stream: io.BufferedReader, encoding: str) -> Callable[[int], bytes]
 
 def _check_text(head: bytes) -> None:
     """Raise Broken if the first bytes of a file are not those of a text."""
+    check_no_pointer(head)
     for mark, name in _OTHER_THINGS.items():
         if head.startswith(mark):
             raise Broken(f"it is {name}, and its name does not say so")
@@ -143,6 +145,12 @@ def _check_text(head: bytes) -> None:
         raise Broken(f"it is binary, or UTF-16 without its mark: {count}")
     advice = "convert it from its own (iconv -f cp1252 -t utf-8 for Western Europe's, -f shift_jis for Japan's)"
     raise Broken(f"it is text in another encoding: {count}; {advice}")
+
+
+def check_no_pointer(head: bytes) -> None:
+    """Raise Broken if the first bytes of a file say that it stands for another one."""
+    if head.startswith(LFS_POINTER):
+        raise Broken(f"it {NO_LFS_POINTER}")
 
 
 def bad_bytes(data: bytes) -> int:

@@ -26,6 +26,7 @@ from swarm_peer.runtime.data.opening import (
     BLOCK_BYTES,
     Broken,
     bad_bytes,
+    check_no_pointer,
     is_about_content,
     is_local,
     open_raw,
@@ -75,6 +76,9 @@ def read_records(file: DataFile, field: str) -> Iterator[Record]:
         Exception: as opening.py; `is_about_content` tells whether the file is to blame
     """
     with ExitStack() as stack:
+        if file.kind in ("parquet", "arrow") and is_local(file):
+            with open_raw(file) as start:
+                check_no_pointer(start.peek(BLOCK_BYTES))
         if file.kind == "parquet":
             yield from _parquet_records(stack.enter_context(open_raw(file)), field)
         elif file.kind == "arrow":
