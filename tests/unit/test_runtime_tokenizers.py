@@ -282,7 +282,7 @@ def test_a_missing_package_is_named(
         (
             "config.json",
             b'{"model_type": "llama", "tie_word_embeddings": null}',
-            "transformers refuses its config.json (TypeError: Field 'tie_word",
+            "transformers refuses its config.json (TypeError: Field 'tie_word_embeddings' expected bool, got NoneType",
         ),
         (
             "config.json",
