@@ -18,7 +18,15 @@ from typing_extensions import assert_never
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int5_hadamard", "int4_hadamard"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
-# What a file of a data set holds.
+# Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
+MAX_STEPS = 2**30
+# Libraries take no larger numbers of samples, tries and so on, and nobody means one.
+Count = Annotated[int, Field(le=2**31 - 1)]
+# The part of its former value that a mean keeps.
+Share = Annotated[float, Field(ge=0, lt=1)]
+# The largest machines have fewer cores. With many more, OpenMP ends the process.
+MAX_COMPUTE_THREADS = 4096
+# Kinds of files of a data set.
 FileKind = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
@@ -96,7 +104,7 @@ class StagesSection(Section):
     """number of pipeline stages K"""
     layers: tuple[int, ...] | None = None
     """number of transformer layers of each stage; if not given, the stages are balanced by cost"""
-    peers_to_start: int = Field(1, ge=1)
+    peers_to_start: Count = Field(1, ge=1)
     """peers that each stage must have before the run's first microbatch is launched"""
 
     @model_validator(mode="after")
@@ -130,9 +138,9 @@ class DataSection(Section):
     """allow a tokenizer that is not the pretrained model's own: to its weights, the same ids mean other tokens"""
     sequence_length: int = Field(ge=2, le=1 << 20)
     """tokens of a sample, T"""
-    shuffle_buffer: int = Field(1024, ge=1)
+    shuffle_buffer: Count = Field(1024, ge=1)
     """size of the buffer that shuffles a stream, in documents and in samples"""
-    validation_documents: int = Field(64, ge=1)
+    validation_documents: Count = Field(64, ge=1)
     """documents kept from training, for validation"""
 
     @model_validator(mode="after")
@@ -153,17 +161,17 @@ class DataSection(Section):
 class TrainingSection(Section):
     """How long the run trains, and in which batches."""
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=MAX_STEPS)
     """optimizer steps of the whole run"""
-    global_batch_size: int = Field(ge=1)
+    global_batch_size: Count = Field(ge=1)
     """samples of one optimizer step"""
-    microbatch_size: int = Field(ge=1)
+    microbatch_size: Count = Field(ge=1)
     """samples of one microbatch, which travel together"""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """clip each stage's gradient to this norm; null for no clipping"""
-    validation_every: int = Field(100, ge=0)
+    validation_every: Count = Field(100, ge=0)
     """optimizer steps between validations; 0 for no validation"""
-    validation_samples: int = Field(32, ge=1)
+    validation_samples: Count = Field(32, ge=1)
     """held-out samples of one validation"""
 
     def validates_at(self, optimizer_step: int) -> bool:
@@ -186,9 +194,9 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "sgd", "adamw_8bit"] = "adamw"
     learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
+    momentum: Share = 0.0
     """for sgd"""
     weight_decay: float = Field(0.0, ge=0)
     """decay of matrices; vectors (biases, norms) are not decayed"""
@@ -198,7 +206,7 @@ class ScheduleSection(Section):
     """The learning rate over the run's optimizer steps."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Count = Field(0, ge=0)
     """optimizer steps of linear warm-up"""
     final_fraction: float = Field(0.1, ge=0, le=1)
     """the last learning rate as a share of the highest"""
@@ -220,11 +228,11 @@ class AveragingSection(Section):
     """synchronous: stage-mates average the gradients of each optimizer step; delayed: they average them while the next
     step computes, and update with gradients that are one step old; periodic (DiLoCo): each one updates its weights
     alone, and they average the differences every inner_steps steps, which takes little of their links"""
-    inner_steps: int = Field(50, ge=2)
+    inner_steps: Count = Field(50, ge=2)
     """for periodic: optimizer steps of a period; snapshots, validations and the last step are at the ends of periods"""
     outer_learning_rate: float = Field(0.7, gt=0)
     """for periodic: learning rate of the step that ends a period; 1 is better for periods of some ten steps"""
-    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    outer_momentum: Share = 0.9
     """for periodic: Nesterov momentum of the step that ends a period; 0 is better for periods of some ten steps"""
     eager_updates: bool = True
     """for delayed: until the average of a step is there, each peer goes on from an update by its own gradient; costs
@@ -235,9 +243,9 @@ class AveragingSection(Section):
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)
     """seconds of silence after which a stage-mate is dropped from an averaging round"""
-    max_tries: int = Field(3, ge=1)
+    max_tries: Count = Field(3, ge=1)
     """averaging rounds that may fail before each stage-mate offers its own gradient instead"""
-    compare_weights_every: int = Field(50, ge=0)
+    compare_weights_every: Count = Field(50, ge=0)
     """optimizer steps between comparisons of the weights themselves among stage-mates, of about a second per gigabyte;
     a peer whose device computes other weights downloads a state, and loses its part of one round; 0 for none"""
 
@@ -266,7 +274,7 @@ class AveragingSection(Section):
 class RecoverySection(Section):
     """How a run survives the loss of a whole stage."""
 
-    snapshot_every: int = Field(50, ge=0)
+    snapshot_every: Count = Field(50, ge=0)
     """optimizer steps between snapshots; each peer keeps the newest two of its own stage and of the next, so that other
     peers can take over a stage that has lost all its peers; 0 for no snapshots"""
 
@@ -280,9 +288,9 @@ class LimitsSection(Section):
 
     hop_timeout_s: float = Field(60.0, gt=0, le=86400)
     """longest wait for one hop's reply, in seconds, the time of later stages included"""
-    hop_tries: int = Field(4, ge=1)
+    hop_tries: Count = Field(4, ge=1)
     """peers tried for one hop before it fails and the stage before tries another peer"""
-    max_in_flight: int = Field(16, ge=1)
+    max_in_flight: Count = Field(16, ge=1)
     """most microbatches that one peer holds at once; it holds fewer if its memory is too small, and stage 0 launches no
     more than hide the round trip"""
     announcement_s: float = Field(30.0, ge=2)
@@ -379,7 +387,7 @@ class PeerOptions(Section):
     """cpu, cuda:N, cuda for a GPU that no other peer of this user has, or auto for one if there are GPUs."""
     max_memory: Annotated[ByteSize | None, MACHINE] = None
     """Memory that training may use, in bytes or such as 8GiB; all of the device's memory if not given."""
-    threads: Annotated[int | None, MACHINE] = Field(None, ge=1)
+    threads: Annotated[int | None, MACHINE] = Field(None, ge=1, le=MAX_COMPUTE_THREADS)
     """CPU threads that torch computes with; torch's own choice if not given."""
     cache_dir: Annotated[Path | None, MACHINE] = None
     """Folder where datasets and tokenizers are cached; Hugging Face's own if not given."""

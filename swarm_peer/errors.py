@@ -185,7 +185,7 @@ def check_letters(path: str) -> None:
 
 
 def missing_letters(error: UnicodeEncodeError) -> str:
-    """What to do where this shell's encoding lacks letters of a path."""
+    """Say which letters of a path this shell's encoding lacks, and what to do."""
     letters = error.object[error.start : error.end]
     encoding = sys.getfilesystemencoding()
     return f"this shell's encoding ({encoding}) has no {letters!a}: take a UTF-8 locale (LC_ALL=C.UTF-8)"

@@ -56,11 +56,7 @@ def run_local(
         UserError: cannot work as asked, or would begin anew where another run has its folder or its checkpoints
         SwarmError: peers die again and again, or a stage has none left
     """
-    if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
-        raise UserError(
-            f"--peers {','.join(map(str, peers_by_stage))}: the run has {manifest.stages.count} stages; name as many "
-            f"numbers of at least 1, such as {','.join(['2'] * manifest.stages.count)}"
-        )
+    check_counts(manifest, peers_by_stage)
     stages = manifest.stages.model_copy(update={"peers_to_start": min(peers_by_stage)})
     # Nobody but this machine reaches its peers.
     resolved = ResolvedManifest.of(manifest.model_copy(update={"stages": stages, "admission": "open"}))
@@ -74,6 +70,16 @@ def run_local(
                 options.plan.store.check_empty()
         spare_imports()
         return run_loop(_run, resolved, peers_by_stage, devices, options, log_to, restart)
+
+
+def check_counts(manifest: RunManifest, peers_by_stage: Sequence[int]) -> Sequence[int]:
+    """The numbers of peers, one of at least 1 for each stage. Raises UserError if they are others."""
+    if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
+        raise UserError(
+            f"--peers {','.join(map(str, peers_by_stage))}: the run has {manifest.stages.count} stages; name as many "
+            f"numbers of at least 1, such as {','.join(['2'] * manifest.stages.count)}"
+        )
+    return peers_by_stage
 
 
 async def _run(

@@ -108,6 +108,12 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("averaging.round_timeout_s=.inf", "averaging.round_timeout_s: Input should be a finite number (got inf)"),
         ("averaging.chunk_timeout_s=.inf", "averaging.chunk_timeout_s: Input should be a finite number (got inf)"),
         ("optimizer.betas=[0.9, .nan]", "optimizer.betas.1: Input should be a finite number (got nan)"),
+        ("optimizer.betas=[0.9, 1.5]", "optimizer.betas.1: Input should be less than 1 (got 1.5)"),
+        (
+            "training.steps=10000000000",
+            "training.steps: Input should be less than or equal to 1073741824 (got 10000000000",
+        ),
+        ("data.validation_documents=1000000000000", "data.validation_documents: Input should be less than or equal to"),
         ("training.max_grad_norm=.inf", "training.max_grad_norm: Input should be a finite number (got inf)"),
         ("speed=1", "speed: unknown key: remove it or correct its spelling"),
         ("training.steps", "--set 'training.steps': expected KEY=VALUE, such as training.steps=100"),

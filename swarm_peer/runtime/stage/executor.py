@@ -37,7 +37,7 @@ LONGEST_QUERY_PAUSE_S = 10.0
 # A device that has not trained for so long has nothing to train: the run waits, averages, or is over.
 IDLE_S = 5.0
 
-_OUT_OF_MEMORY = "this stage ran out of device memory: lower --max-memory, so that it takes fewer microbatches at once"
+_OUT_OF_MEMORY = "this stage ran out of device memory: with a lower --max-memory it takes fewer microbatches"
 
 
 def query_pause_s(last_s: float, idle_s: float) -> float:
