@@ -13,9 +13,9 @@ from swarm_peer.errors import UserError, first_line
 from swarm_peer.model.costs import FP32_BYTES, stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.strategies import strategy_of
+from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.preparation import memory_bytes
-from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 
 log = logging.getLogger(__name__)
 

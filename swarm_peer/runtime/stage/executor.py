@@ -20,8 +20,8 @@ from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.capacity import Capacity
-from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
