@@ -183,6 +183,7 @@ class PeerWatch:
         """Replace the peers that have died since the last look.
 
         Raises:
+            UserError: one has died, and the disk is full
             SwarmError: one cannot work as it was started, died soon after its start too many times in a row, or was the
                 last of its stage and is not replaced
         """
@@ -193,6 +194,8 @@ class PeerWatch:
 
     def _follow(self, dead: LocalPeer, end: str, lived_s: float) -> None:
         story = f"peer {dead.name} of stage {dead.stage} {end}"
+        if dead.process.returncode and dead.process.returncode > 0 and (fault := dead.disk_fault()) is not None:
+            raise UserError(f"{story}: {dead.log_file.parent}: {fault}")
         evidence = f"{dead.last_words()} (see {dead.log_file})"
         self._early_deaths[dead.place] = self._early_deaths[dead.place] + 1 if lived_s < EARLY_S else 0
         # Where another one could start, the next one can, too: this one may have found nobody on a busy machine.
