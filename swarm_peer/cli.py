@@ -168,7 +168,7 @@ def configure_logging(level: str) -> None:
     as_lines(handler, level.upper())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("hivemind").setLevel(logging.ERROR)
-    for name in ("datasets", "transformers", "huggingface_hub", "httpx", "httpx2", "fsspec", "torch"):
+    for name in ("datasets", "transformers", "huggingface_hub", "httpx", "httpx2", "fsspec", "matplotlib", "torch"):
         LibraryLogger.adopt(name)
     warnings.showwarning = _log_warning
     if not sys.stderr.isatty():
@@ -212,6 +212,8 @@ def run_app(application: App) -> Callable[[], None]:
                 raise
             log.debug("machine_fault", exc_info=True)
             print(f"{name}: {on_one_line(fault)}", file=sys.stderr)
+            # Objects of libraries that are half made, such as uvloop's, complain as they go.
+            sys.excepthook = sys.unraisablehook = _say_nothing
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)
@@ -229,6 +231,10 @@ def _open_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
             os.set_inheritable(descriptor, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+
+
+def _say_nothing(*_: object) -> None:
+    """Python's way to show an error, for those of which one has been told the cause."""
 
 
 def _has_no_reader(descriptor: int) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import assert_never
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int5_hadamard", "int4_hadamard"]
@@ -64,10 +64,25 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
             assert_never(codec)
 
 
-class Section(BaseModel):
-    """Base of all sections: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
+class Settings(BaseModel):
+    """Base of all settings: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Section(Settings):
+    """Base of all sections of files, in which a number, a text and a truth are told apart."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse text where a number belongs, and the like: pydantic reads "1e-3" as a number, and true as 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, (str, bool)) and type(value) not in kinds and kinds & {int, float, bool}:
+            expected = "true or false" if bool in kinds else "a number, with a point and without quotes"
+            raise ValueError(f"expected {expected}, not {value!r:.80}")
+        return value
 
 
 class ModelSection(Section):
@@ -364,7 +379,7 @@ class RunManifest(Section):
 PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
 
 
-class PeerOptions(Section):
+class PeerOptions(Settings):
     """How one peer takes part; each field is an option of swarm-peer."""
 
     initial_peers: Annotated[Addresses, RUN] = Field(min_length=1)

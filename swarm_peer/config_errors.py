@@ -52,6 +52,17 @@ _MESSAGES = {
     "extra_forbidden": "unknown key: remove it or correct its spelling",
     "missing": "missing: add it",
     "byte_size": "expected a size such as 8GiB",
+    "int_from_float": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_parsing_size": "this number is too large",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "string_type": "expected text: put it into quotes",
+    "tuple_type": "expected a list, such as [a, b]",
+    "model_type": "expected keys with values: give some, or leave it out",
+    "dict_type": "expected keys with values",
+    "invalid_key": "no name of a setting: correct it (a number has a point, and no comma)",
     "too_short": "needs more values",
 }
 
