@@ -33,7 +33,9 @@ CODEC_BLOCK_SIZE = 256
 # Values that share a Hadamard transform and a scale of two bytes.
 HADAMARD_BLOCK_SIZE = 64
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
-Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+NAME = r"^[^\x00-\x1f\x7f]+$"
+Name = Annotated[str, Field(pattern=NAME)]
+RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
 # The headings of --help, in their order.
 RUN, NETWORK, CHECKPOINTS, MACHINE, LOGS = (
     Parameter(group=Group.create_ordered(heading))
@@ -315,7 +317,7 @@ class LimitsSection(Section):
 class RunManifest(Section):
     """Everything that all peers of a run must agree on; immutable, identified by its hash."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    name: str = Field(pattern=RUN_NAME)
     """name of the run: a-z, 0-9 and -"""
     seed: int = Field(0, ge=0, lt=2**63)
     admission: Literal["invite", "open"] = "invite"

@@ -9,6 +9,8 @@ from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
+from swarm_peer.config import NAME, PEER_NAME, RUN_NAME
+
 
 def dotted(place: tuple[int | str, ...]) -> str:
     """A place in a file as people write it: training.steps."""
@@ -33,6 +35,7 @@ def describe(
         if kind == "too_short" and value and len(errors) > 1:
             continue  # it counts without the values that have errors of their own
         message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
+        message = _PATTERNS.get(item.get("ctx", {}).get("pattern", ""), message)
         if kind == "extra_forbidden":
             message += suggestion(str(place[-1]), _keys_beside(model, place))
         # Our own validators name the values that matter.
@@ -64,6 +67,12 @@ _MESSAGES = {
     "dict_type": "expected keys with values",
     "invalid_key": "no name of a setting: correct it (a number has a point, and no comma)",
     "too_short": "needs more values",
+}
+
+_PATTERNS = {
+    NAME: "expected a name, without control characters",
+    RUN_NAME: "expected a name of a-z, 0-9 and -, of 63 characters at most",
+    PEER_NAME: "expected letters, digits and . _ @ + -",
 }
 
 

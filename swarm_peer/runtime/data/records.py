@@ -273,9 +273,10 @@ def _cells(stream: io.BufferedReader, field: str, usual: str) -> Iterator[Record
 
 def _delimiter(heading: str, field: str, usual: str) -> str:
     """The delimiter with which the first line of a table has the field, or else the most cells."""
+    start = heading[:MAX_DOCUMENT_CHARS]
 
     def fit(delimiter: str) -> tuple[bool, int]:
-        names = [name.strip() for name in next(csv.reader([heading], delimiter=delimiter), [])]
+        names = [name.strip() for name in next(csv.reader([start], delimiter=delimiter), [])]
         # Where the whole line is the name of one field, it may be all names at once.
         return field in names and len(names) > 1, len(names)
 
