@@ -257,18 +257,7 @@ def _cells(stream: io.BufferedReader, field: str, usual: str) -> Iterator[Record
         line, heading, delimiter = line + 1, next(lines, ""), named["delimiter"]
     else:
         delimiter = _delimiter(heading, field, usual)
-    rows = _rows(itertools.chain([heading], lines), delimiter, line)
-    line, first = next(rows, (line, []))
-    if isinstance(first, BadRecord):
-        raise Broken(f"line {line}: {first}")
-    header = [name.strip() for name in first]
-    if header:
-        _check_field(field, header)
-    for line, row in rows:
-        if isinstance(row, BadRecord):
-            yield line, 0, row
-        elif row:
-            yield line, *_cell(row, header, field, delimiter)
+    yield from _rows(itertools.chain([heading], lines), field, delimiter, line)
 
 
 def _delimiter(heading: str, field: str, usual: str) -> str:
@@ -283,16 +272,17 @@ def _delimiter(heading: str, field: str, usual: str) -> str:
     return max((usual, *_DELIMITERS), key=fit)
 
 
-def _rows(lines: Iterator[str], delimiter: str, line: int) -> Iterator[tuple[int, list[str] | BadRecord]]:
-    """The rows of a table, each with the number of its first line.
+def _rows(lines: Iterator[str], field: str, delimiter: str, line: int) -> Iterator[Record]:
+    """The cells of a column, by the numbers of the lines that their rows begin in. The first row names the columns.
 
-    A quote without its partner would make one cell of all that follows. It costs the line that it is in.
+    A quote without its partner makes one cell of all up to the next one. It costs the line that it is in, and no other.
 
     Args:
         line: the number of the first one
     """
     taken: list[str] = []  # by the present row
     again: deque[str] = deque()
+    header: list[str] = []
 
     def source() -> Iterator[str]:
         while (text := again.popleft() if again else next(lines, None)) is not None:
@@ -302,26 +292,34 @@ def _rows(lines: Iterator[str], delimiter: str, line: int) -> Iterator[tuple[int
     while True:
         try:
             for row in csv.reader(source(), delimiter=delimiter, strict=True):
-                yield line, row
+                if row and header:
+                    text = _text_cell(row, field, header, delimiter)
+                    yield line, len(text), text
+                elif row:
+                    header = [name.strip() for name in row]
+                    _check_field(field, header)
                 line += len(taken)
                 taken.clear()
             return
-        except csv.Error as error:
+        except (csv.Error, BadRecord) as error:
+            bad = error if isinstance(error, BadRecord) else BadRecord(f"it is no row ({error}): {_QUOTES}")
+            if not header:
+                raise Broken(f"line {line}: {bad}") from error
             again.extendleft(reversed(taken[1:]))
             taken.clear()
-            yield line, BadRecord(f"it is no row ({error}): {_QUOTES}")
+            yield line, 0, bad
             line += 1
 
 
-def _cell(row: list[str], header: list[str], field: str, delimiter: str) -> tuple[int, str | BadRecord]:
-    """The length of a row's text, and the text."""
+def _text_cell(row: list[str], field: str, header: list[str], delimiter: str) -> str:
+    """The cell of a row that has the text. Raises BadRecord if there is none, or too many."""
     index = header.index(field)
-    if any(cell.strip() for cell in row[len(header) :]):
-        reason = f"it has {len(row)} cells, and the first line {len(header)}; a cell that has {delimiter!r} in it needs"
-        return 0, BadRecord(f"{reason} quotes")
     if index >= len(row):
-        return 0, BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
-    return len(row[index]), row[index]
+        raise BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
+    if any(cell.strip() for cell in row[len(header) :]):
+        need = f"a cell that has {delimiter!r} in it needs quotes"
+        raise BadRecord(f"it has {len(row)} cells, and the first line {len(header)}; {need}")
+    return row[index]
 
 
 def _parquet_records(stream: io.BufferedReader, field: str) -> Iterator[Record]:
