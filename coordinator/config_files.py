@@ -6,6 +6,7 @@ package.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,6 +37,9 @@ def find_file(name: Path, shipped: Path) -> Path:
     known = sorted(path.stem for path in shipped.glob("*.yaml"))
     if str(name) in known:
         return shipped / f"{name}.yaml"
+    if name.exists():
+        kind = "a folder" if name.is_dir() else "no regular file"
+        raise UserError(f"{name} is {kind}: name a YAML file, or one that comes with Swarm ({', '.join(known)})")
     near = get_close_matches(name.stem, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UserError(f"{name}: no such file, and none of that name comes with Swarm ({', '.join(known)}){hint}")
@@ -48,10 +52,14 @@ def read_yaml(path: Path) -> Any:
         UserError: it cannot be read, is no YAML, or has a key twice
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UserError(f"cannot read {path}: {reason}; check the path") from error
+        content = path.read_bytes()
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"cannot read {path}: line {line} is no text in UTF-8; save it in that encoding") from error
     try:
         return parse_yaml(text)
     except UserError as error:
@@ -71,7 +79,8 @@ def load_manifest(name: Path, overrides: tuple[str, ...] = ()) -> RunManifest:
     path = find_file(name, RUNS)
     data = read_yaml(path)
     if not isinstance(data, dict):
-        raise UserError(f"{path}: expected a mapping of sections (model, stages, data, ...), got {data!r:.60}")
+        found = "got nothing: the file is empty" if data is None else f"got {data!r:.60}"
+        raise UserError(f"{path}: expected a mapping of sections (model, stages, data, ...), {found}")
     for setting in overrides:
         _override(data, setting)
     try:
@@ -87,7 +96,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         UserError: two of them name the same key, or a section and a key within it, and the first one would be lost
     """
     values: dict[str, str] = {}
-    for key, _, value in (setting.partition("=") for setting in overrides):
+    for key, value in map(_parted, overrides):
         for earlier, its_value in values.items():
             if (earlier == key and its_value != value) or earlier.startswith(f"{key}."):
                 raise UserError(
@@ -96,10 +105,17 @@ def check_overrides(overrides: Sequence[str]) -> None:
         values[key] = value
 
 
-def _override(data: dict[str, Any], setting: str) -> None:
+def _parted(setting: str) -> tuple[str, str]:
+    """The key and the value of a setting."""
     key, separator, value = setting.partition("=")
-    if not separator:
+    key = key.strip()
+    if not separator or not all(key.split(".")):
         raise UserError(f"--set {setting!r}: expected KEY=VALUE, such as training.steps=100")
+    return key, value
+
+
+def _override(data: dict[str, Any], setting: str) -> None:
+    key, value = _parted(setting)
     *parents, leaf = key.split(".")
     for parent in parents:
         data = data.setdefault(parent, {})

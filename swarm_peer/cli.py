@@ -22,7 +22,7 @@ from swarm_peer import __version__
 from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
 from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
-from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault
+from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault, missing_letters
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def configure_logging(level: str) -> None:
     as_lines(handler, level.upper())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("hivemind").setLevel(logging.ERROR)
-    for name in ("datasets", "transformers", "huggingface_hub", "httpx", "httpx2", "fsspec", "torch"):
+    for name in ("datasets", "transformers", "huggingface_hub", "httpx", "httpx2", "fsspec", "matplotlib", "torch"):
         LibraryLogger.adopt(name)
     warnings.showwarning = _log_warning
     if not sys.stderr.isatty():
@@ -186,6 +186,7 @@ def run_app(application: App) -> Callable[[], None]:
 
     def run() -> None:
         name = application.name[0]
+        _open_streams()
         try:
             _check_surroundings()
             application(sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value")
@@ -198,9 +199,7 @@ def run_app(application: App) -> Callable[[], None]:
         except UnicodeEncodeError as error:
             if sys.getfilesystemencoding() == "utf-8":
                 raise
-            letters, known = error.object[error.start : error.end], sys.getfilesystemencoding()
-            advice = "take a UTF-8 locale (LC_ALL=C.UTF-8)"
-            print(f"{name}: this shell's encoding ({known}) has no {letters!a}: {advice}", file=sys.stderr)
+            print(f"{name}: {missing_letters(error)}", file=sys.stderr)
             sys.exit(2)
         except BrokenPipeError:
             if not _has_no_reader(STDOUT):  # but a connection of the program has failed
@@ -213,11 +212,29 @@ def run_app(application: App) -> Callable[[], None]:
                 raise
             log.debug("machine_fault", exc_info=True)
             print(f"{name}: {on_one_line(fault)}", file=sys.stderr)
+            # Objects of libraries that are half made, such as uvloop's, complain as they go.
+            sys.excepthook = sys.unraisablehook = _say_nothing
             sys.exit(2)
         except KeyboardInterrupt:
             sys.exit(130)
 
     return run
+
+
+def _open_streams() -> None:
+    """Lead streams nowhere that whoever started this program has closed (2>&-).
+
+    Python has None in their place. The next file to be opened would take the number of one, and libraries write there.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+
+
+def _say_nothing(*_: object) -> None:
+    """Python's way to show an error, for those of which one has been told the cause."""
 
 
 def _has_no_reader(descriptor: int) -> bool:

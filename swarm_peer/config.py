@@ -10,20 +10,32 @@ import hashlib
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import assert_never
 
 Codec = Literal["none", "fp16", "bf16", "blockwise_8bit", "int5_hadamard", "int4_hadamard"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
+# Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
+MAX_STEPS = 2**30
+# Libraries take no larger numbers of samples, tries and so on, and nobody means one.
+Count = Annotated[int, Field(le=2**31 - 1)]
+# The part of its former value that a mean keeps.
+Share = Annotated[float, Field(ge=0, lt=1)]
+# The largest machines have fewer cores. With many more, OpenMP ends the process.
+MAX_COMPUTE_THREADS = 4096
+# Kinds of files of a data set.
+FileKind = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
 # Values that share a scale in blockwise_8bit. With 256, the relative L2 error is 0.02 even with outliers in the data.
 CODEC_BLOCK_SIZE = 256
 # Values that share a Hadamard transform and a scale of two bytes.
 HADAMARD_BLOCK_SIZE = 64
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
-Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+NAME = r"^[^\x00-\x1f\x7f]+$"
+Name = Annotated[str, Field(pattern=NAME)]
+RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
 # The headings of --help, in their order.
 RUN, NETWORK, CHECKPOINTS, MACHINE, LOGS = (
     Parameter(group=Group.create_ordered(heading))
@@ -54,10 +66,25 @@ def codec_bytes(num_values: int, codec: Codec) -> int:
             assert_never(codec)
 
 
-class Section(BaseModel):
-    """Base of all sections: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
+class Settings(BaseModel):
+    """Base of all settings: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Section(Settings):
+    """Base of all sections of files, in which a number, a text and a truth are told apart."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse text where a number belongs, and the like: pydantic reads "1e-3" as a number, and true as 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, (str, bool)) and type(value) not in kinds and kinds & {int, float, bool}:
+            expected = "true or false" if bool in kinds else "a number, with a point and without quotes"
+            raise ValueError(f"expected {expected}, not {value!r:.80}")
+        return value
 
 
 class ModelSection(Section):
@@ -94,7 +121,7 @@ class StagesSection(Section):
     """number of pipeline stages K"""
     layers: tuple[int, ...] | None = None
     """number of transformer layers of each stage; if not given, the stages are balanced by cost"""
-    peers_to_start: int = Field(1, ge=1)
+    peers_to_start: Count = Field(1, ge=1)
     """peers that each stage must have before the run's first microbatch is launched"""
 
     @model_validator(mode="after")
@@ -111,10 +138,10 @@ class DataSection(Section):
     """The training data, and how it becomes samples."""
 
     dataset: Name = "embedded"
-    """embedded (text that comes with every Python), text, json or parquet (with files), a local folder or file (a path
-    that begins with ., / or ~), or a hub name"""
+    """embedded (text that comes with every Python); text, json, csv, tsv, parquet or arrow (with files); a local folder
+    or file (a path that begins with ., / or ~); or a hub name"""
     files: tuple[Name, ...] = ()
-    """local files, folders or glob patterns; text, json or parquet is what those hold whose names do not tell"""
+    """local files, folders or glob patterns; dataset says what those hold whose names do not tell"""
     subset: Name | None = None
     """name of the data set's configuration, as its card has it"""
     split: Name = "train"
@@ -128,35 +155,40 @@ class DataSection(Section):
     """allow a tokenizer that is not the pretrained model's own: to its weights, the same ids mean other tokens"""
     sequence_length: int = Field(ge=2, le=1 << 20)
     """tokens of a sample, T"""
-    shuffle_buffer: int = Field(1024, ge=1)
+    shuffle_buffer: Count = Field(1024, ge=1)
     """size of the buffer that shuffles a stream, in documents and in samples"""
-    validation_documents: int = Field(64, ge=1)
+    validation_documents: Count = Field(64, ge=1)
     """documents kept from training, for validation"""
 
     @model_validator(mode="after")
     def _files_match(self) -> DataSection:
-        local = self.dataset in ("text", "json", "parquet")
+        local = self.dataset in get_args(FileKind)
         if local and not self.files:
             raise ValueError(f"dataset={self.dataset!r} needs files: name at least one file or glob pattern")
+        if self.subset is not None and (self.files or self.dataset == "embedded"):
+            raise ValueError(f"subset={self.subset!r} is for data sets whose card has configs: leave it out")
         if self.files and not local:
-            raise ValueError(f"files belong to dataset text, json or parquet, not to {self.dataset!r}: leave one out")
+            kinds = ", ".join(get_args(FileKind))
+            raise ValueError(
+                f"files belong to dataset {kinds}, not to {self.dataset!r}: set it to one, or leave one out"
+            )
         return self
 
 
 class TrainingSection(Section):
     """How long the run trains, and in which batches."""
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=MAX_STEPS)
     """optimizer steps of the whole run"""
-    global_batch_size: int = Field(ge=1)
+    global_batch_size: Count = Field(ge=1)
     """samples of one optimizer step"""
-    microbatch_size: int = Field(ge=1)
+    microbatch_size: Count = Field(ge=1)
     """samples of one microbatch, which travel together"""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """clip each stage's gradient to this norm; null for no clipping"""
-    validation_every: int = Field(100, ge=0)
+    validation_every: Count = Field(100, ge=0)
     """optimizer steps between validations; 0 for no validation"""
-    validation_samples: int = Field(32, ge=1)
+    validation_samples: Count = Field(32, ge=1)
     """held-out samples of one validation"""
 
     def validates_at(self, optimizer_step: int) -> bool:
@@ -179,9 +211,9 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "sgd", "adamw_8bit"] = "adamw"
     learning_rate: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Share, Share] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.0, ge=0, lt=1)
+    momentum: Share = 0.0
     """for sgd"""
     weight_decay: float = Field(0.0, ge=0)
     """decay of matrices; vectors (biases, norms) are not decayed"""
@@ -191,7 +223,7 @@ class ScheduleSection(Section):
     """The learning rate over the run's optimizer steps."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Count = Field(0, ge=0)
     """optimizer steps of linear warm-up"""
     final_fraction: float = Field(0.1, ge=0, le=1)
     """the last learning rate as a share of the highest"""
@@ -213,11 +245,11 @@ class AveragingSection(Section):
     """synchronous: stage-mates average the gradients of each optimizer step; delayed: they average them while the next
     step computes, and update with gradients that are one step old; periodic (DiLoCo): each one updates its weights
     alone, and they average the differences every inner_steps steps, which takes little of their links"""
-    inner_steps: int = Field(50, ge=2)
+    inner_steps: Count = Field(50, ge=2)
     """for periodic: optimizer steps of a period; snapshots, validations and the last step are at the ends of periods"""
     outer_learning_rate: float = Field(0.7, gt=0)
     """for periodic: learning rate of the step that ends a period; 1 is better for periods of some ten steps"""
-    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    outer_momentum: Share = 0.9
     """for periodic: Nesterov momentum of the step that ends a period; 0 is better for periods of some ten steps"""
     eager_updates: bool = True
     """for delayed: until the average of a step is there, each peer goes on from an update by its own gradient; costs
@@ -228,9 +260,9 @@ class AveragingSection(Section):
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)
     """seconds of silence after which a stage-mate is dropped from an averaging round"""
-    max_tries: int = Field(3, ge=1)
+    max_tries: Count = Field(3, ge=1)
     """averaging rounds that may fail before each stage-mate offers its own gradient instead"""
-    compare_weights_every: int = Field(50, ge=0)
+    compare_weights_every: Count = Field(50, ge=0)
     """optimizer steps between comparisons of the weights themselves among stage-mates, of about a second per gigabyte;
     a peer whose device computes other weights downloads a state, and loses its part of one round; 0 for none"""
 
@@ -259,7 +291,7 @@ class AveragingSection(Section):
 class RecoverySection(Section):
     """How a run survives the loss of a whole stage."""
 
-    snapshot_every: int = Field(50, ge=0)
+    snapshot_every: Count = Field(50, ge=0)
     """optimizer steps between snapshots; each peer keeps the newest two of its own stage and of the next, so that other
     peers can take over a stage that has lost all its peers; 0 for no snapshots"""
 
@@ -273,9 +305,9 @@ class LimitsSection(Section):
 
     hop_timeout_s: float = Field(60.0, gt=0, le=86400)
     """longest wait for one hop's reply, in seconds, the time of later stages included"""
-    hop_tries: int = Field(4, ge=1)
+    hop_tries: Count = Field(4, ge=1)
     """peers tried for one hop before it fails and the stage before tries another peer"""
-    max_in_flight: int = Field(16, ge=1)
+    max_in_flight: Count = Field(16, ge=1)
     """most microbatches that one peer holds at once; it holds fewer if its memory is too small, and stage 0 launches no
     more than hide the round trip"""
     announcement_s: float = Field(30.0, ge=2)
@@ -285,7 +317,7 @@ class LimitsSection(Section):
 class RunManifest(Section):
     """Everything that all peers of a run must agree on; immutable, identified by its hash."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")
+    name: str = Field(pattern=RUN_NAME)
     """name of the run: a-z, 0-9 and -"""
     seed: int = Field(0, ge=0, lt=2**63)
     admission: Literal["invite", "open"] = "invite"
@@ -349,7 +381,7 @@ class RunManifest(Section):
 PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
 
 
-class PeerOptions(Section):
+class PeerOptions(Settings):
     """How one peer takes part; each field is an option of swarm-peer."""
 
     initial_peers: Annotated[Addresses, RUN] = Field(min_length=1)
@@ -372,7 +404,7 @@ class PeerOptions(Section):
     """cpu, cuda:N, cuda for a GPU that no other peer of this user has, or auto for one if there are GPUs."""
     max_memory: Annotated[ByteSize | None, MACHINE] = None
     """Memory that training may use, in bytes or such as 8GiB; all of the device's memory if not given."""
-    threads: Annotated[int | None, MACHINE] = Field(None, ge=1)
+    threads: Annotated[int | None, MACHINE] = Field(None, ge=1, le=MAX_COMPUTE_THREADS)
     """CPU threads that torch computes with; torch's own choice if not given."""
     cache_dir: Annotated[Path | None, MACHINE] = None
     """Folder where datasets and tokenizers are cached; Hugging Face's own if not given."""

@@ -9,6 +9,8 @@ from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
+from swarm_peer.config import NAME, PEER_NAME, RUN_NAME
+
 
 def dotted(place: tuple[int | str, ...]) -> str:
     """A place in a file as people write it: training.steps."""
@@ -33,6 +35,7 @@ def describe(
         if kind == "too_short" and value and len(errors) > 1:
             continue  # it counts without the values that have errors of their own
         message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
+        message = _PATTERNS.get(item.get("ctx", {}).get("pattern", ""), message)
         if kind == "extra_forbidden":
             message += suggestion(str(place[-1]), _keys_beside(model, place))
         # Our own validators name the values that matter.
@@ -52,7 +55,24 @@ _MESSAGES = {
     "extra_forbidden": "unknown key: remove it or correct its spelling",
     "missing": "missing: add it",
     "byte_size": "expected a size such as 8GiB",
+    "int_from_float": "expected a whole number",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_parsing_size": "this number is too large",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "string_type": "expected text: put it into quotes",
+    "tuple_type": "expected a list, such as [a, b]",
+    "model_type": "expected keys with values: give some, or leave it out",
+    "dict_type": "expected keys with values",
+    "invalid_key": "no name of a setting: correct it (a number has a point, and no comma)",
     "too_short": "needs more values",
+}
+
+_PATTERNS = {
+    NAME: "expected a name, without control characters",
+    RUN_NAME: "expected a name of a-z, 0-9 and -, of 63 characters at most",
+    PEER_NAME: "expected letters, digits and . _ @ + -",
 }
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from typing import ClassVar
 
 
@@ -150,6 +151,11 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__
 
 
+def last_line(error: BaseException | None) -> str:
+    """The last line of an exception's message, where the first ones only say what kind of thing is wrong."""
+    return str(error).strip().splitlines()[-1].strip()[:200].rstrip(".") if str(error).strip() else type(error).__name__
+
+
 def machine_fault(error: BaseException) -> str | None:
     """Say what this machine lacks, where, and what to do, if that has led to an error; None if something else has.
 
@@ -164,6 +170,25 @@ def machine_fault(error: BaseException) -> str | None:
         seen.add(id(cause))
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def check_letters(path: str) -> None:
+    """Check that a path can be had in this shell's encoding: Python says of one that cannot that there is none.
+
+    Raises:
+        UserError: it has letters that the encoding lacks
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UserError(missing_letters(error)) from error
+
+
+def missing_letters(error: UnicodeEncodeError) -> str:
+    """Say which letters of a path this shell's encoding lacks, and what to do."""
+    letters = error.object[error.start : error.end]
+    encoding = sys.getfilesystemencoding()
+    return f"this shell's encoding ({encoding}) has no {letters!a}: take a UTF-8 locale (LC_ALL=C.UTF-8)"
 
 
 _ANOTHER_FOLDER = "(--output for a run, --cache-dir for what is downloaded, TMPDIR for temporary files)"

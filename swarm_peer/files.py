@@ -18,6 +18,11 @@ UNABLE = {EBADF, EINVAL, ENOTSUP}
 WITHOUT_LOCKS = {ENOSYS, ENOLCK, ENOTSUP, EOPNOTSUPP}
 
 
+# How a file begins that stands for one that Git LFS has not downloaded, and what to say of it.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+NO_LFS_POINTER = "is a pointer of Git LFS, not the file itself: download that (git lfs pull)"
+
+
 def replace_file(path: Path, content: str | bytes, *, mode: int = ANYBODY) -> None:
     """Replace a file at once, also for a power failure. Where that fails, the former content stays, and nothing else.
 

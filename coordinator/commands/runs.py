@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from coordinator.commands.options import (
     DASHBOARD,
@@ -31,7 +32,7 @@ from coordinator.watch.plain_text import without_controls
 from coordinator.watch.promises import Promises
 from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import CHECKPOINTS, MACHINE, RUN
+from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN
 from swarm_peer.errors import UserError
 
 if TYPE_CHECKING:
@@ -132,11 +133,13 @@ def local(
     check_installed(log_to)
     peers_by_stage = _parse_peers(peers) if peers is not None else None
     place = None if dashboard is None else parse_place(dashboard)
-    manifest = load_and_resolve(config, set_, cache_dir, steps).manifest
+    resolved = load_and_resolve(config, set_, cache_dir, steps)
+    manifest = resolved.manifest
     output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from coordinator.checkpoints.writer import NO_CHECKPOINTS, plan_checkpoints
-    from coordinator.run.local import run_local
+    from coordinator.run.local import check_counts, run_local
+    from coordinator.run.room import check_local_peers
     from coordinator.run.run_options import RunOptions
     from swarm_peer.runtime.data.slices import validation_samples
     from swarm_peer.runtime.host.preparation import devices_to_share
@@ -148,7 +151,8 @@ def local(
     plan = plan_checkpoints(manifest, output, checkpoints) if is_asked else NO_CHECKPOINTS
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place, on_divergence=on_divergence)
     options.check_divergence()
-    counts = peers_by_stage or [2] * manifest.stages.count
+    counts = check_counts(manifest, peers_by_stage or [2] * manifest.stages.count)
+    check_local_peers(resolved, counts, devices)
     with options.promises.told_at_end():
         service = run_local(manifest, counts, devices, options, log_to, restart=restart)
         _print_result(service, sample, cache_dir)
@@ -195,7 +199,7 @@ def baseline(
     steps: Annotated[Count | None, RUN, Positive] = None,
     set_: Overrides = (),
     device: Annotated[str, MACHINE] = "auto",
-    threads: Annotated[int | None, MACHINE, Positive] = None,
+    threads: Annotated[int | None, MACHINE, Parameter(validator=Number(gt=0, lte=MAX_COMPUTE_THREADS))] = None,
     cache_dir: CacheDir = None,
     log_to: LogTo = (),
 ) -> None:
@@ -211,24 +215,24 @@ def baseline(
     check_installed(log_to)
     resolved = load_and_resolve(config, set_, cache_dir, steps)
 
-    import torch
-
     from coordinator.checkpoints.export import NO_TOKENIZER, save_tokenizer
     from coordinator.run.baseline import Baseline, train
+    from coordinator.run.room import check_one_process, running_out_told
     from coordinator.run.run_options import check_not_begun, check_output, lock_folder
     from coordinator.watch.metrics_file import MetricsFile
     from swarm_peer.model.export import export_model
-    from swarm_peer.runtime.host.preparation import check_device, choose_device
+    from swarm_peer.runtime.host.preparation import check_device, choose_device, set_threads
 
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     check_output(output)
     with closing(lock_folder(output)):
         check_not_begun(output)
         computes_on = choose_device(device)
         check_device(computes_on, resolved.manifest.model.precision)
-        trained = Baseline(resolved, computes_on, cache_dir=cache_dir)
-        with (promises := Promises()).told_at_end():
+        check_one_process(resolved, computes_on)
+        with running_out_told(computes_on), (promises := Promises()).told_at_end():
+            trained = Baseline(resolved, computes_on, cache_dir=cache_dir)
             metrics = MetricsFile(output)
             try:
                 with open_loggers(log_to, resolved.manifest, output, promises=promises) as on_line:

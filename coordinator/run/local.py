@@ -56,11 +56,7 @@ def run_local(
         UserError: cannot work as asked, or would begin anew where another run has its folder or its checkpoints
         SwarmError: peers die again and again, or a stage has none left
     """
-    if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
-        raise UserError(
-            f"--peers {','.join(map(str, peers_by_stage))}: the run has {manifest.stages.count} stages; name as many "
-            f"numbers of at least 1, such as {','.join(['2'] * manifest.stages.count)}"
-        )
+    check_counts(manifest, peers_by_stage)
     stages = manifest.stages.model_copy(update={"peers_to_start": min(peers_by_stage)})
     # Nobody but this machine reaches its peers.
     resolved = ResolvedManifest.of(manifest.model_copy(update={"stages": stages, "admission": "open"}))
@@ -74,6 +70,16 @@ def run_local(
                 options.plan.store.check_empty()
         spare_imports()
         return run_loop(_run, resolved, peers_by_stage, devices, options, log_to, restart)
+
+
+def check_counts(manifest: RunManifest, peers_by_stage: Sequence[int]) -> Sequence[int]:
+    """The numbers of peers, one of at least 1 for each stage. Raises UserError if they are others."""
+    if len(peers_by_stage) != manifest.stages.count or min(peers_by_stage) < 1:
+        raise UserError(
+            f"--peers {','.join(map(str, peers_by_stage))}: the run has {manifest.stages.count} stages; name as many "
+            f"numbers of at least 1, such as {','.join(['2'] * manifest.stages.count)}"
+        )
+    return peers_by_stage
 
 
 async def _run(
@@ -177,6 +183,7 @@ class PeerWatch:
         """Replace the peers that have died since the last look.
 
         Raises:
+            UserError: one has died, and the disk is full
             SwarmError: one cannot work as it was started, died soon after its start too many times in a row, or was the
                 last of its stage and is not replaced
         """
@@ -187,6 +194,8 @@ class PeerWatch:
 
     def _follow(self, dead: LocalPeer, end: str, lived_s: float) -> None:
         story = f"peer {dead.name} of stage {dead.stage} {end}"
+        if dead.process.returncode and dead.process.returncode > 0 and (fault := dead.disk_fault()) is not None:
+            raise UserError(f"{story}: {dead.log_file.parent}: {fault}")
         evidence = f"{dead.last_words()} (see {dead.log_file})"
         self._early_deaths[dead.place] = self._early_deaths[dead.place] + 1 if lived_s < EARLY_S else 0
         # Where another one could start, the next one can, too: this one may have found nobody on a busy machine.

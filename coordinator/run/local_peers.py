@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
+from swarm_peer.errors import machine_fault
 from swarm_peer.runtime.host.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ RUN_PEER = "import sys; sys.path[:] = filter(None, sys.path); from swarm_peer.cl
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 # A peer that is told to go finishes what is in flight (10 s) and stops its processes.
 PEER_LEAVE_TIMEOUT_S = 25.0
+# A file takes room on its disk from its first byte on, most often so much.
+_BLOCK_BYTES = 4096
 
 
 class Process(Protocol):
@@ -88,6 +92,15 @@ class LocalPeer:
             line for line in self.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]
         return lines[-1] if lines else "(no output)"
+
+    def disk_fault(self) -> str | None:
+        """Why its disk takes nothing more, so that it may have died of that and could not say so; None if it does."""
+        try:
+            with tempfile.TemporaryFile(dir=self.log_file.parent) as file:
+                file.write(bytes(_BLOCK_BYTES))
+        except OSError as error:
+            return machine_fault(error)
+        return None
 
 
 class LocalPeers:

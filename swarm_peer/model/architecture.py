@@ -18,9 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swarm_peer.config import ModelSection
 from swarm_peer.config_errors import suggestion
-from swarm_peer.errors import UserError, first_line
+from swarm_peer.errors import UserError, first_line, last_line
 from swarm_peer.model.families import Family, family_class, family_of
-from swarm_peer.model.families.base import FIXED_VALUES, shapes_only
+from swarm_peer.model.families.base import FIXED_VALUES, RANGES, shapes_only
 from swarm_peer.model.pretrained import ModelSource
 from swarm_peer.model.published import ROPE_KEYS, as_trained, is_known, settings_of, unknown_rope_keys
 
@@ -106,7 +106,11 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
     try:
         parsed = family.config_class.from_dict(copy.deepcopy(config))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
+        reason = last_line(error)
+        if isinstance(error, AttributeError) and isinstance(
+            dtype := config.get("dtype", config.get("torch_dtype")), str
+        ):
+            reason = f"dtype={dtype!r} is no type of torch's, such as float32"
         raise UserError(f"model.config is no {model_type} model: {reason}; correct that value") from error
     for key, (value, why) in {**FIXED_VALUES, **family.fixed_values}.items():
         found = getattr(parsed, key, value)
@@ -116,6 +120,13 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
                 f"model.config: {key}={found!r}{origin} is not supported ({why}): set {key}: {json.dumps(value)}"
             )
     _check_sizes(family(parsed))
+    for key, value in config.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError) as error:  # as YAML has them, and the manifest that peers read cannot
+            raise UserError(
+                f"model.config: {key}={value!r:.80} is no finite number, text or list: correct it"
+            ) from error
     parsed._attn_implementation = family(parsed).attention_implementation
     return parsed
 
@@ -124,8 +135,9 @@ def _check_sizes(family: Family) -> None:
     """Refuse what transformers finds only when it builds or runs a layer, or does not find at all."""
     config = family.config
     for key in family.sizes:
-        if getattr(config, key) < 1:
-            raise UserError(f"model.config: {_own_name(config, key)}={getattr(config, key)} must be at least 1")
+        if (size := getattr(config, key)) is not None and size < 1:
+            raise UserError(f"model.config: {_own_name(config, key)}={size} must be at least 1")
+    _check_ranges(family)
     kinds = {family.layer_kind(index) for index in range(config.num_hidden_layers)}
     if unknown := sorted(kinds - set(family.kinds)):
         raise UserError(
@@ -156,6 +168,16 @@ def _check_sizes(family: Family) -> None:
             f"correct it, or set it to null"
         ) from error
     _check_positions(family)
+
+
+def _check_ranges(family: Family) -> None:
+    """Refuse numbers with which no layer can compute; transformers finds them when it builds or runs one, or never."""
+    for key in settings_of(type(family)):
+        value = getattr(family.config, key, None)
+        is_off = value is None and key.endswith("softcapping")
+        for low, high in (RANGES[end] for end in RANGES if key.endswith(end) and not is_off):
+            if value is None or not low <= value <= high:
+                raise UserError(f"model.config: {key}={value} must be {low:g} to {high:g}")
 
 
 def _check_positions(family: Family) -> None:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from swarm_peer.config import MAX_STEPS
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.partition import StageSpec
 
 # Entries of an optimizer's state that are counts, magnitudes or mean squares: below zero, the next step makes NaNs.
 NON_NEGATIVE_ENTRIES = ("/step", "/exp_avg_sq", "/state2", "/absmax1", "/absmax2")
-# Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
-MAX_STEPS = 2**30
 
 
 def check_tokens(tokens_BS: Tensor, config: PretrainedConfig, spec: StageSpec) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swarm_peer.config import RunManifest, looks_like_a_path
-from swarm_peer.errors import UserError, first_line, machine_fault
+from swarm_peer.errors import UserError, check_letters, first_line, machine_fault
+from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 from swarm_peer.model.families import Family
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,13 @@ class ModelSource:
             UserError: there is no such folder, or the hub does not give its files
         """
         if self.folder is not None:
+            check_letters(str(self.folder))
             if not self.folder.is_dir():
                 raise self.error("is no folder on this machine: correct the path, or give a hub name")
-            return path if (path := self.folder / file).is_file() else None
+            path = self.folder / file
+            if not path.parent.resolve().is_relative_to(self.folder.resolve()):
+                raise self.error(f"has {file} outside of that folder: put it there")
+            return path if path.is_file() else None
         repository, _, revision = self.name.partition("@")
         try:
             return Path(hf_hub_download(repository, file, revision=revision or None, cache_dir=self.cache_dir))
@@ -94,7 +99,9 @@ class ModelSource:
         if (path := self.fetch(file)) is None:
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8-sig"))
+            if (raw := path.read_bytes()).startswith(LFS_POINTER):
+                raise self.error(f"has a {file} that {NO_LFS_POINTER}")
+            content = json.loads(raw.decode("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):
@@ -144,9 +151,8 @@ class ModelSource:
                 f"pytorch_model.bin or GGUF{self._hint}"
             )
         files = index.get("weight_map")
-        # A name with a folder in it would lead to files that nobody allowed.
-        if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
-            raise self.error(f"{INDEX_FILE} has no weight_map of plain file names: mend or replace that file")
+        if not isinstance(files, dict) or not all(map(_is_below, files.values())):
+            raise self.error(f"{INDEX_FILE} has no weight_map of files in that folder: mend or replace that file")
         return files
 
     @contextmanager
@@ -158,6 +164,9 @@ class ModelSource:
         """
         if not os.access(path, os.R_OK):
             raise self.error(f"has {file}, which this user may not read: allow it")
+        with path.open("rb") as start:
+            if start.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise self.error(f"has a {file} that {NO_LFS_POINTER}")
         try:
             with safe_open(path, framework="pt") as content:
                 yield content
@@ -167,6 +176,12 @@ class ModelSource:
     def error(self, text: str) -> UserError:
         """An error that says which model it is about."""
         return UserError(f"{self.key}={self.name!r} {text}")
+
+
+def _is_below(file: Any) -> bool:
+    """Whether a name is that of a file in a folder, or in one below it. Others lead to files that nobody allowed."""
+    parts = PurePath(file).parts if isinstance(file, str) else ()
+    return bool(parts) and ".." not in parts and not PurePath(*parts).is_absolute()
 
 
 def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:

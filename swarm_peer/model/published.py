@@ -26,15 +26,12 @@ log = logging.getLogger(__name__)
 # Keys that transformers reads while it loads a model, before there is one that could ask for them.
 LOADING_KEYS: Mapping[str, str] = {
     "quantization_config": "its weights are quantised",
-    "auto_map": "it comes with code of its own, and nobody runs that here",
     "per_layer_config": "its layers differ from each other",
 }
 # Settings of other tasks than to predict the next token. They may be long.
 _OTHER_TASKS = frozenset({"id2label", "label2id", "num_labels", "problem_type", "task_specific_params"})
 # Settings of rotary positions, as transformers has them today, and by the name that old files have for the type.
 ROPE_KEYS = frozenset({*RopeParameters.__annotations__, "type"})
-# Of auto_map: code that makes tokenizers or classifiers is not asked for.
-_OWN_MODEL_CODE = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 # num_experts, num_local_experts, n_routed_experts, num_experts_per_tok
 _EXPERTS = re.compile(r"(^|_)experts?(_|$)")
 
@@ -139,7 +136,7 @@ def _check_computation(known: Mapping[str, Any], further: Mapping[str, Any], fam
     asked_for: set[str] | None = None
     for key, value in further.items():
         reason = LOADING_KEYS.get(key)
-        if key == "auto_map" and isinstance(value, dict) and not any(name in value for name in _OWN_MODEL_CODE):
+        if key == "auto_map":  # names code that transformers runs for unknown kinds of models, or where it is told to
             continue
         if reason is None and _EXPERTS.search(key) and isinstance(value, int) and value > 1:
             reason = "it has experts"

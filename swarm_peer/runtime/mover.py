@@ -14,11 +14,11 @@ from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.host.preparation import free_device_memory, has_room_beside, microbatch_capacity
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment
 from swarm_peer.runtime.replica import StageReplica, check_data
-from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 from swarm_peer.runtime.state.rescue import watch_stages
 
 log = logging.getLogger(__name__)

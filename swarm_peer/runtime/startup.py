@@ -19,11 +19,19 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.host.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics, show_disk
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
-from swarm_peer.runtime.host.preparation import believed_limit, check_device, claimed_device, in_words, stages_too_large
+from swarm_peer.runtime.host.preparation import (
+    believed_limit,
+    check_device,
+    claimed_device,
+    in_words,
+    set_threads,
+    stages_too_large,
+)
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
@@ -31,7 +39,6 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.peer import Peer
-from swarm_peer.runtime.stage.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity
@@ -62,7 +69,7 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
         log.info("metrics_served host=%s port=%d", options.metrics_host, port)
         options = options.model_copy(update={"metrics_port": port})
     if options.threads is not None:
-        torch.set_num_threads(options.threads)
+        set_threads(options.threads)
     entrance = read_entrance(options.initial_peers)
     with (
         claimed_device(options.device, state_folder()) as device,
@@ -81,8 +88,8 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
                 raise
             # Elsewhere than in a pass, which fails alone: weights may be half updated.
             raise SwarmError(
-                "the device ran out of memory, and this peer cannot go on: lower --max-memory, or end what else uses "
-                f"the device, and start the peer again ({first_line(error)})"
+                "the device ran out of memory, and this peer cannot go on: end what else uses the device, or start the "
+                f"peer again with a lower --max-memory or for a smaller stage ({first_line(error)})"
             ) from error
 
 

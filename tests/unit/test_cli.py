@@ -130,7 +130,7 @@ def test_a_librarys_errors_are_lines_of_our_log_once_each(stderr, is_imported_fi
 
 
 def test_the_libraries_that_log_beside_us_are_adopted(stderr):
-    for name in ("datasets", "transformers", "huggingface_hub", "torch"):
+    for name in ("datasets", "transformers", "huggingface_hub", "matplotlib", "torch"):
         assert isinstance(logging.getLogger(name), swarm_peer.cli.LibraryLogger), name
 
 
@@ -204,8 +204,11 @@ def test_what_the_machine_lacks_is_one_line(code, monkeypatch, capsys):
         raise OSError(code, "as a library says it", "/data/x")
 
     monkeypatch.setattr(sys, "argv", ["swarm-peer"])
+    for hook in ("excepthook", "unraisablehook"):  # a program ends with it, and this one does not
+        monkeypatch.setattr(sys, hook, getattr(sys, hook))
     with pytest.raises(SystemExit) as ended:
         swarm_peer.cli.run_app(app)()
+    sys.unraisablehook("a library's object, which is half made")
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert said.startswith(f"swarm-peer: {MACHINE[code]}")
@@ -282,6 +285,13 @@ def test_a_locale_that_lacks_a_files_letters_is_named(encoding, is_told, monkeyp
         swarm_peer.cli.run_app(app)()
     told = "swarm-peer: this shell's encoding (ascii) has no '\\xfc': take a UTF-8 locale (LC_ALL=C.UTF-8)\n"
     assert capsys.readouterr().err == (told if is_told else "")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_is_closed_is_as_one_that_leads_nowhere(closed):
+    words = (sys.executable, "-c", "from swarm_peer.cli import run; run()", "--initial-peers", "nobody")
+    ended = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, b"", b"")
 
 
 def test_a_connection_that_breaks_is_no_reader_that_has_enough(monkeypatch):

@@ -1,9 +1,12 @@
 """Peers of a run on one machine that die, and what becomes of the run."""
 
+import errno
 import gc
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +94,20 @@ async def test_another_peer_takes_the_place_of_one_that_died(tmp_path):
         assert "peer 1.0-3 (process 105) takes its place" in machine.told[1]
         assert "Peer 1.0-2 of stage 1 left;" in machine.told[1]
     assert all(peer.process.returncode == 0 for peer in machine.peers.peers)
+
+
+async def test_a_full_disk_is_told_where_peers_die_of_it(tmp_path, monkeypatch):
+    class Full:
+        def __init__(self, **_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    machine = Machine(tmp_path)
+    async with machine.peers.running():
+        machine.end("1.0", 1)
+        assert "takes its place" in machine.told[0], "there is room"
+        monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+        with pytest.raises(UserError, match=r"peer 1\.1 of stage 1 ended with exit code 1: .*logs: No space left"):
+            machine.end("1.1", 1)
 
 
 async def test_peers_leave_stage_by_stage(tmp_path, monkeypatch):

@@ -133,6 +133,7 @@ def test_a_local_run_without_its_report_has_not_done_all(tmp_path, monkeypatch, 
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(MANIFEST.model_dump(mode="json")))
     monkeypatch.setattr(runs, "load_and_resolve", lambda *_: type("Resolved", (), {"manifest": MANIFEST}))
+    monkeypatch.setattr("coordinator.run.room.check_local_peers", lambda *_: None)
     monkeypatch.setattr("swarm_peer.runtime.data.slices.validation_samples", lambda *_: None)
     monkeypatch.setattr("coordinator.run.local.run_local", lambda *_, **__: None)
     monkeypatch.setattr(runs, "_print_result", lambda *_: None)

@@ -133,7 +133,7 @@ def test_files_are_read_by_their_format(tmp_path, name, content):
     ("name", "content", "message"),
     [
         ("a.txt", bytes(range(256)) * 9, "it is binary"),
-        ("a.txt", "Grüße und Küsse".encode("latin-1"), "another encoding, such as Latin-1"),
+        ("a.txt", "Grüße und Küsse".encode("latin-1"), "it is text in another encoding"),
         ("a.jsonl", b'{"body": "x"}', "'text' is no field of it: it has body"),
         ("a.txt", b"", "empty"),
     ],

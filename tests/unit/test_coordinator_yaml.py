@@ -41,6 +41,30 @@ def test_texts_are_texts(text: str, value: str) -> None:
     assert parse_yaml(text) == value
 
 
+def test_files_are_in_utf_8_or_say_that_they_are_in_utf_16(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_text("name: Grüße\n", encoding=encoding)
+        assert read_yaml(path) == {"name": "Grüße"}
+    path.write_bytes("a: 1\nb: Grüße\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"run\.yaml: line 2 is no text in UTF-8; save it in that encoding"):
+        read_yaml(path)
+
+
+def test_what_is_no_file_of_a_run_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder: name a YAML file, or one that comes with Swarm"):
+        load_manifest(tmp_path)
+    with pytest.raises(UserError, match="/dev/null is no regular file: name a YAML file"):
+        load_manifest(Path("/dev/null"))
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(UserError, match=r"empty\.yaml: expected a mapping of .*, got nothing: the file is empty"):
+        load_manifest(tmp_path / "empty.yaml")
+
+
+def test_spaces_before_the_key_of_a_setting_do_not_matter() -> None:
+    assert load_manifest(DEMO, (" training.steps = 500",)).training.steps == 500
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -78,7 +102,7 @@ def test_a_file_is_read_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"run\.yaml: seed stands twice, in lines {first} and {second}"):
         load_manifest(path)
     path.write_bytes(b"name: \xff")
-    with pytest.raises(UserError, match="it is no UTF-8 text"):
+    with pytest.raises(UserError, match="line 1 is no text in UTF-8"):
         read_yaml(path)
     path.write_bytes("\ufeffname: é".encode())
     assert read_yaml(path) == {"name": "é"}

@@ -23,8 +23,8 @@ from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime.host.device_errors import is_fault, is_lost, is_out_of_memory
 from swarm_peer.runtime.host.preparation import free_device_memory
-from swarm_peer.runtime.stage.device_errors import is_fault, is_lost, is_out_of_memory
 from swarm_peer.wire.codecs import decode, encode
 
 pytestmark = [

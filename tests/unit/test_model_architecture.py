@@ -1,6 +1,6 @@
 import json
 from itertools import combinations
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -365,6 +365,19 @@ def test_names_common_to_all_families_pass():
         (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=True is not supported"),
         (GPT2 | {"n_head": 5}, "n_embd=24 is not a multiple of n_head=5: change one of them"),
         (GPT2 | {"n_layer": 0}, "n_layer=0 must be at least 1"),
+        (GPT2 | {"n_inner": 0}, "n_inner=0 must be at least 1"),
+        (GPT2 | {"embd_pdrop": 1.5}, "embd_pdrop=1.5 must be 0 to 1$"),
+        (GPT2 | {"attn_pdrop": 2}, "attn_pdrop=2 must be 0 to 1$"),
+        (GPT2 | {"resid_pdrop": -0.1}, "resid_pdrop=-0.1 must be 0 to 1$"),
+        (GPT2 | {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon=-1.0 must be 0 to 1$"),
+        (GPT2 | {"initializer_range": nan}, "initializer_range=nan must be 0 to 100$"),
+        (GPT2 | {"initializer_range": 1e30}, r"initializer_range=1e\+30 must be 0 to 100$"),
+        (LLAMA | {"attention_dropout": 1.5}, "attention_dropout=1.5 must be 0 to 1$"),
+        (LLAMA | {"attention_dropout": None}, "attention_dropout=None must be 0 to 1$"),
+        (LLAMA | {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be 0 to 1$"),
+        (GEMMA2 | {"final_logit_softcapping": 0.0}, r"final_logit_softcapping=0.0 must be 0.001 to 1e\+09$"),
+        (LLAMA | {"temperature": nan}, "temperature=nan is no finite number, text or list: correct it"),
+        (LLAMA | {"dtype": "auto"}, "is no llama model: dtype='auto' is no type of torch's, such as float32; correct"),
         (GPT2 | {"activation_function": "magic"}, "activation 'magic' is unknown"),
         (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         (LLAMA | {"head_dim": 7}, "is no llama model: .* even rotary dimension"),

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.files import LFS_POINTER
 from swarm_peer.model import pretrained
 from swarm_peer.model.architecture import resolve_model, resolve_model_config
 from swarm_peer.model.export import export_model
@@ -558,6 +559,29 @@ def unlink_shard_of(name):
     return unlink
 
 
+def into_a_folder_below(folder, below):
+    """Have the index name the shards in a folder below."""
+    for shard in folder.glob("model-*.safetensors"):
+        shard.rename(below / shard.name)
+    change_index(folder, lambda i: i.update(weight_map={k: f"{below.name}/{v}" for k, v in i["weight_map"].items()}))
+
+
+def into_a_folder_elsewhere(folder):
+    elsewhere = folder.parent / f"{folder.name}-elsewhere"
+    elsewhere.mkdir()
+    (folder / "elsewhere").symlink_to(elsewhere)
+    into_a_folder_below(folder, folder / "elsewhere")
+
+
+def test_shards_may_be_in_a_folder_below(tmp_path):
+    save_model(tmp_path / "plain", max_shard_size="8KB")
+    save_model(tmp_path / "below", max_shard_size="8KB")
+    (tmp_path / "below" / "shards").mkdir()
+    into_a_folder_below(tmp_path / "below", tmp_path / "below" / "shards")
+    plain, below = (chained_logits(import_stages(tmp_path / name)) for name in ("plain", "below"))
+    assert torch.equal(plain, below)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -565,13 +589,23 @@ def unlink_shard_of(name):
             unlink_shard_of(NORM),
             r"lacks model-\S+\.safetensors, where model.safetensors.index.json says that tensors are",
         ),
-        (lambda f: change_index(f, lambda i: i.pop("weight_map")), "has no weight_map of plain file names: mend"),
-        (lambda f: change_index(f, lambda i: i.update(weight_map=[1])), "has no weight_map of plain file names"),
-        (lambda f: change_index(f, lambda i: i["weight_map"].update(x=1)), "has no weight_map of plain file names"),
+        (lambda f: change_index(f, lambda i: i.pop("weight_map")), "has no weight_map of files in that folder: mend"),
+        (lambda f: change_index(f, lambda i: i.update(weight_map=[1])), "has no weight_map of files in that folder"),
+        (lambda f: change_index(f, lambda i: i["weight_map"].update(x=1)), "has no weight_map of files in that folder"),
         (
             lambda f: change_index(f, lambda i: i["weight_map"].update({NORM: "../secret.safetensors"})),
-            "has no weight_map of plain file names",
+            "has no weight_map of files in that folder",
         ),
+        (
+            lambda f: change_index(f, lambda i: i["weight_map"].update({NORM: "/tmp/secret.safetensors"})),
+            "has no weight_map of files in that folder",
+        ),
+        (into_a_folder_elsewhere, r"has elsewhere/model-\S+\.safetensors outside of that folder: put it there"),
+        (
+            write("model-00001-of-00014.safetensors", LFS_POINTER + b"v1\noid"),
+            r"has a model-00001-of-00014\.safetensors that is a pointer of Git LFS",
+        ),
+        (write("config.json", LFS_POINTER + b"v1\noid"), r"has a config\.json that is a pointer of Git LFS"),
         (lambda f: change_index(f, lambda i: i["weight_map"].pop(NORM)), "lacks the tensor transformer.ln_f.weight"),
         (
             lambda f: change_index(f, lambda i: i["weight_map"].update({NORM: i["weight_map"][EMBEDDING["gpt2"]]})),

@@ -106,6 +106,7 @@ def test_a_large_published_model_is_cut(name, tmp_path):
         (LLAMA, {"quantization_config": None, "auto_map": None, "text_config": {}, "num_experts": 0}, False),
         (LLAMA, {"num_experts": 1}, True),
         (LLAMA, {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}, True),
+        (LLAMA, {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}, True),
         (LLAMA, {"sliding_window": 16, "license": "mit", "training_run": {"id": 7}}, True),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}}, True),
         (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 7}}, True),
@@ -128,7 +129,6 @@ def test_keys_that_transformers_ignores_are_left_out(base, extra, is_told, tmp_p
     ("base", "extra", "key"),
     [
         (LLAMA, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
-        (LLAMA, {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
         (LLAMA, {"per_layer_config": {"0": {"intermediate_size": 12}}}, "per_layer_config"),
         (LLAMA, {"num_local_experts": 8}, "num_local_experts"),
         (MISTRAL, {"num_experts_per_tok": 2}, "num_experts_per_tok"),

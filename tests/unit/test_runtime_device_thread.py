@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swarm_peer.errors import HopFailed, SwarmError
+from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.host.machine import SystemClock, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import (
     _BROKEN_AFTER_S,
     _FAILURES_OF_BROKEN,

@@ -174,17 +174,36 @@ def test_files_in_a_zip_archive() -> None:
         (("./pictures",), r"'\./pictures': it has nothing to read \(count=1 reason=the name ends in none of \.txt, "),
         (("./out",), r"data\.dataset='out' leads to .*out/link\.txt, outside of that data set"),
         (("text", "fifo"), r"data\.files: 'fifo' names no file"),
+        (("text", "links"), r"'links' names .* \(count=1 reason=a link to a folder files=links/data\): correct it"),
+        (("text", "links/**"), r"'links/\*\*' names .* \(count=1 reason=a link to a folder files=links/data\)"),
+        (
+            ("./hid",),
+            r"data\.dataset: 'hid' names .* \(count=2 reason=hidden files=hid/__x, hid/\.a\.txt\): correct it",
+        ),
+        (("./empty", "subset"), r"data\.subset='en' is one of the configs .* and \./empty has no README\.md with"),
     ],
 )
 def test_a_folder_without_data_is_one_line_that_says_so(args: tuple[str, ...], message: str) -> None:
-    put("pictures/a.png", "private.txt", "empty/a.txt", "out/a.txt")
+    put("pictures/a.png", "private.txt", "empty/a.txt", "out/a.txt", "hid/.a.txt", "hid/__x/b.txt", "links/data")
+    Path("links/data").unlink()
+    os.symlink("../out", "links/data")
+    more = {"subset": "en"} if args[-1] == "subset" else {}
     Path("empty/a.txt").write_text("")
     Path("void").mkdir()
     os.symlink("../private.txt", "out/link.txt")
     os.mkfifo("fifo")
     with pytest.raises(UserError, match=message) as caught:
-        read(*args)
+        read(*(arg for arg in args if arg != "subset"), **more)
     assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_the_shell_cannot_spell_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsencode(path: str) -> bytes:
+        return path.encode("ascii")
+
+    monkeypatch.setattr(os, "fsencode", fsencode)
+    with pytest.raises(UserError, match=r"this shell's encoding \(.*\) has no '\\xfc': take a UTF-8 locale"):
+        find_data(section("text", "\u00fc/a.txt"))
 
 
 def test_a_folder_that_cannot_be_listed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

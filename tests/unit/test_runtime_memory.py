@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def test_the_tightest_group_limits_what_the_machine_has(
     (tmp_path / "meminfo").write_text(MACHINE)
     monkeypatch.setattr(memory, "_MACHINE", tmp_path / "meminfo")
     assert memory.host_memory() == (free_gib * GIB, all_gib * GIB)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(-1, (20, 24)), (9 * GIB, (6, 9)), (2 * GIB, (0, 2))])
+def test_a_process_may_have_fewer_addresses(
+    limit: int, expected: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "statm").write_text(f"{3 * GIB // resource.getpagesize()} 9 9 9 0 9 0\n")
+    monkeypatch.setattr(memory, "_OWN_PAGES", tmp_path / "statm")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert memory.within_addresses(20 * GIB, 24 * GIB) == tuple(size * GIB for size in expected)
 
 
 def test_a_system_without_groups_has_all_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

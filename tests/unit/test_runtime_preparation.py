@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import AbstractContextManager
 from io import StringIO
@@ -50,6 +51,17 @@ def test_a_peer_takes_as_many_microbatches_as_fit_its_memory(device: str) -> Non
             UserError, match=rf"stage {spec.index} needs about {least / 2**30:.1f}GiB; raise it, or serve a"
         ):
             capacity(least - 1)
+
+
+def test_more_threads_than_cores_are_told(monkeypatch, caplog):
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for count in (2, 3):
+        preparation.set_threads(count)
+    assert given == [2, 3]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("threads_beyond_cores threads=3 cores=2 ")
 
 
 def test_a_peer_that_is_not_told_its_memory_takes_more_microbatches_where_more_are_sure_to_fit(
@@ -271,5 +283,5 @@ def test_a_peer_whose_device_runs_out_of_memory_in_an_update_ends_with_what_to_d
     monkeypatch.setattr(startup, "spare_imports", lambda: None)
     address = f"/ip4/127.0.0.1/tcp/31337/p2p/{Identity.generate().peer_id}"
     options = PeerOptions(initial_peers=(address,), identity_path=tmp_path / "identity", device="cpu")
-    with pytest.raises(SwarmError, match=r"lower --max-memory.*Tried to allocate 2 GiB\)$"):
+    with pytest.raises(SwarmError, match=r"with a lower --max-memory.*Tried to allocate 2 GiB\)$"):
         startup.run_peer(options)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import HubFailed, UserError
+from swarm_peer.files import LFS_POINTER
 from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.runtime.data import tokenizers
 from swarm_peer.runtime.data.slices import SliceReader, sample_stream, samples_of
@@ -190,6 +191,45 @@ def test_tokenizers_mean_the_same_if_text_gives_the_same_ids(tmp_path: Path, spa
     assert not means_the_same("larger", {"<end>": 256, "word": 257}, "<end>")
 
 
+# --- what ends a text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "has_settings", "separator_id", "told"),
+    [
+        ({"eos_token_id": 258}, True, 258, "eos_token_id of its config.json ends each text: '<other>', token 258"),
+        ({"eos_token_id": [258, 3]}, False, 258, "eos_token_id of its config.json ends each text"),
+        ({"text_config": {"eos_token_id": 258}}, True, 258, "eos_token_id of its config.json ends each text"),
+        ({"eos_token_id": 999}, True, 257, "its bos_token ends each text: '<begin>', token 257"),
+        (None, True, 257, "its bos_token ends each text: '<begin>', token 257"),
+        ({"eos_token_id": None}, False, None, "has no end-of-text token to separate documents"),
+    ],
+)
+def test_a_tokenizer_that_names_no_end_of_text_has_that_of_the_model_beside_it(
+    tmp_path: Path,
+    config: dict[str, Any] | None,
+    has_settings: bool,
+    separator_id: int | None,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save_tokenizer(tmp_path, {"<end>": 256, "<begin>": 257, "<other>": 258}, ("<end>", "<begin>", "<other>"))
+    if has_settings:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        (tmp_path / "tokenizer_config.json").unlink()
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if separator_id is None:
+        assert told in refused(str(tmp_path))
+        return
+    assert load_tokenizer(section(str(tmp_path)), 259).separator_id == separator_id
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("swarm_peer")]
+    assert line.startswith(f"tokenizer_assumed tokenizer={tmp_path} reason=it names no eos_token, and so ")
+    assert told in line
+
+
 # --- what is missing --------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +274,28 @@ def test_a_missing_package_is_named(
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     expected = f"needs the package {package}: pip install {package}, on each machine that reads it"
     assert expected in refused(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        (
+            "config.json",
+            b'{"model_type": "llama", "tie_word_embeddings": null}',
+            "transformers refuses its config.json (TypeError: Field 'tie_word_embeddings' expected bool, got NoneType",
+        ),
+        (
+            "config.json",
+            b'\xef\xbb\xbf{"model_type": "llama"}',
+            "its config.json is no JSON in UTF-8 (it begins with a",
+        ),
+        ("config.json", b'{"model_type":', "its config.json is no JSON in UTF-8 (Expecting value"),
+        ("tokenizer.json", LFS_POINTER + b"v1\noid", "its tokenizer.json is a pointer of Git LFS, not the file itself"),
+    ],
+)
+def test_a_damaged_file_is_named(spare: str, file: str, content: bytes, reason: str) -> None:
+    Path(spare, file).write_bytes(content)
+    assert refused(spare).startswith(f"cannot load data.tokenizer={spare!r}: {reason}")
 
 
 @pytest.fixture

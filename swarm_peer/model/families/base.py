@@ -50,6 +50,16 @@ FIXED_VALUES: Mapping[str, tuple[Any, str]] = {
     "is_causal": (True, "a model that predicts the next token must not see it"),
 }
 
+# The least and the highest values of settings of all families, by the ends of their names. Initial weights of a larger
+# deviation make products that are not finite.
+RANGES: Mapping[str, tuple[float, float]] = {
+    "pdrop": (0.0, 1.0),
+    "dropout": (0.0, 1.0),
+    "eps": (0.0, 1.0),
+    "epsilon": (0.0, 1.0),
+    "initializer_range": (0.0, 100.0),
+    "softcapping": (1e-3, 1e9),
+}
 
 # torch.nn.init's functions that fill a tensor. Some of them ask no mode, and fill tensors on the meta device: nothing.
 FILLS = frozenset(fill for name, fill in vars(nn.init).items() if name.endswith("_") and not name.startswith("_"))
@@ -106,7 +116,7 @@ class Family(ABC):
         fixed_values: further FIXED_VALUES of this family
         passed_over: keys of fixed_values that transformers ignores, so that a published model may have any value there
         wrappers: model types of models that also take images, whose part for text is a model of this family
-        sizes: keys whose values must be 1 or more
+        sizes: keys whose values must be 1 or more, if there is one
         multiples: pairs of keys, of which the first one's value must be a multiple of the second one's
         activation: key of the activation function
         shape_keys: keys that decide the shapes of the weights, and how they are read

@@ -25,6 +25,7 @@ class GPT2Family(Family):
         "reorder_and_upcast_attn": (False, "scaled-dot-product attention ignores it"),
     }
     passed_over = frozenset({"reorder_and_upcast_attn"})
+    sizes = (*Family.sizes, "n_inner")
     activation = "activation_function"
     shape_keys = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner")
     widths = ("n_embd", "n_head", "n_inner")

@@ -110,7 +110,12 @@ def _is_found_here(section: DataSection) -> bool:
         has_configs = has_configs or bool(
             _CONFIGS.match((folder / "README.md").read_text(encoding="utf-8", errors="replace"))
         )
-    return not (section.subset or has_configs)
+    if section.subset and not has_configs and folder.exists():
+        raise UserError(
+            f"data.subset={section.subset!r} is one of the configs that a data set's card has, and {section.dataset} "
+            f"has no README.md with configs: leave it out"
+        )
+    return not has_configs
 
 
 # --- embedded

@@ -16,16 +16,14 @@ import os
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
-from swarm_peer.config import DataSection, looks_like_a_path
-from swarm_peer.errors import UserError
+from swarm_peer.config import DataSection, FileKind, looks_like_a_path
+from swarm_peer.errors import UserError, check_letters
 
-Kind: TypeAlias = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
-
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, FileKind] = {
     ".txt": "text",
     ".text": "text",
     ".md": "text",
@@ -81,7 +79,7 @@ class DataFile(NamedTuple):
     """
 
     path: str
-    kind: Kind
+    kind: FileKind
     size: int = 0
     member: str = ""
 
@@ -97,14 +95,21 @@ class Found:
 
     Attributes:
         left_out: the files that are not read, by the reason
+        hidden: hidden files and folders, which nobody expects to be read
     """
 
     files: list[DataFile] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    hidden: list[str] = field(default_factory=list)
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that a file is not read."""
         self.left_out.setdefault(reason, []).append(name)
+
+    def why_nothing(self) -> str:
+        """The reasons for which no file is read."""
+        hidden = {"hidden": self.hidden} if self.hidden else {}
+        return "; ".join(describe_left_out(replace(self, left_out=self.left_out | hidden)))
 
 
 def local_folder(section: DataSection) -> Path | None:
@@ -114,7 +119,7 @@ def local_folder(section: DataSection) -> Path | None:
     return Path(os.path.expanduser(name)) if is_path else None
 
 
-def kind_of(name: str) -> Kind | None:
+def kind_of(name: str) -> FileKind | None:
     """The kind of data that a file's name tells of, compressed or not; None if the name does not tell."""
     name = _uncompressed(name)
     return _KINDS.get(re.split(r"[-_]\d", os.path.splitext(name)[1])[0])  # also news.jsonl-00000-of-00002
@@ -136,12 +141,16 @@ def find_paths(patterns: Iterable[str], found: Found, what: str = "data.files") 
     keys: dict[str, str] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for pattern in patterns:
-        path = os.path.expanduser(pattern)
-        matches = _matches(path, found)
+        path, own = os.path.expanduser(pattern), Found()
+        check_letters(path)
+        matches = _matches(path, own)
         if not matches:
+            reasons = f" ({why})" if (why := own.why_nothing()) else ""
             raise UserError(
-                f"{what}: {pattern!r} names no file that this user can see: correct it, or put the file there"
+                f"{what}: {pattern!r} names no file that this user can see{reasons}: correct it, or put the file there"
             )
+        for reason, names in own.left_out.items():
+            found.left_out.setdefault(reason, []).extend(names)
         home = pattern.split("/")[0] if pattern.startswith("~") else ""
         for match, found_parts in matches.items():
             file = os.path.abspath(match)
@@ -158,7 +167,7 @@ def find_data(section: DataSection) -> Found:
         UserError: there are none, they cannot be listed, or a folder has a link that leads out of it
     """
     found, folder = Found(), local_folder(section)
-    default = cast("Kind", section.dataset) if section.files else None
+    default = cast("FileKind", section.dataset) if section.files else None
     what = f"data.files={list(section.files)}" if section.files else f"data.dataset={section.dataset!r}"
     if not section.files and folder is None:
         return found
@@ -179,7 +188,7 @@ def find_data(section: DataSection) -> Found:
     if not found.files and found.left_out.keys() == {EMPTY}:
         raise UserError(f"{what}: all of its files are empty: add text")
     if not found.files:
-        reasons = "; ".join(describe_left_out(found)) or "there are no files"
+        reasons = found.why_nothing() or "there are no files"
         raise UserError(f"cannot read {what}: it has nothing to read ({reasons}); check the files")
     return found
 
@@ -200,7 +209,7 @@ def _matches(path: str, found: Found) -> dict[str, tuple[str, ...]]:
     if os.path.isfile(path):
         return {path: ()}
     matches = _found_by(path, found)
-    if not matches:  # brackets may belong to the name of a file or folder
+    if not matches and "[" in path:  # brackets may belong to the name of a file or folder
         path = path.replace("[", "[[]")
         matches = _found_by(path, found)
     if "**" not in path:
@@ -236,6 +245,8 @@ def _walk(folder: Path, found: Found) -> list[Path]:
 
     paths: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=complain):
+        found.hidden.extend(os.path.join(place, name) for name in folders if _is_hidden((name, "")))
+        found.hidden.extend(os.path.join(place, name) for name in names if _is_hidden((name,)))
         folders[:] = sorted(name for name in folders if not _is_hidden((name, "")))
         for link in (path for path in (Path(place, name) for name in folders) if path.is_symlink()):
             found.leave_out(str(link), "a link to a folder")
@@ -290,7 +301,7 @@ def _uncompressed(name: str) -> str:
     return base if suffix in _COMPRESSED else name.lower()
 
 
-def _add(found: Found, path: str, default: Kind | None, is_meant: bool) -> None:
+def _add(found: Found, path: str, default: FileKind | None, is_meant: bool) -> None:
     """Add a file, or the files in a zip archive, or note why they are left out."""
     if not path.lower().endswith(_ARCHIVE):
         _add_one(found, DataFile(path, default or "text", os.path.getsize(path)), default, is_meant)
@@ -306,7 +317,7 @@ def _add(found: Found, path: str, default: Kind | None, is_meant: bool) -> None:
             _add_one(found, file, default, is_meant=False)
 
 
-def _add_one(found: Found, file: DataFile, default: Kind | None, is_meant: bool) -> None:
+def _add_one(found: Found, file: DataFile, default: FileKind | None, is_meant: bool) -> None:
     """Add a file, or note why it is left out.
 
     Args:

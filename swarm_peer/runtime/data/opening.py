@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, cast
 
+from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 from swarm_peer.runtime.data.files import DataFile
 
 # Bytes to read from a disk, or from the hub, at a time; the same number is looked at to see whether a file is text.
@@ -129,22 +130,35 @@ def _recoded(stream: io.BufferedReader, encoding: str) -> Callable[[int], bytes]
 
 def _check_text(head: bytes) -> None:
     """Raise Broken if the first bytes of a file are not those of a text."""
+    check_no_pointer(head)
     for mark, name in _OTHER_THINGS.items():
         if head.startswith(mark):
             raise Broken(f"it is {name}, and its name does not say so")
     start, mark = _TAR_MARK
     if head[start : start + len(mark)] == mark:
         raise Broken("it is a tar archive: unpack it")
-    if head.isascii() and b"\0" not in head:
-        return
     whole = head[: head.rfind(b"\n") + 1] or head  # the last character may be cut
-    bad = len(whole) - len(whole.replace(b"\0", b"").decode(errors="ignore").encode())
-    if bad * _ONE_BAD_BYTE_IN <= len(whole):
+    if not (bad := bad_bytes(whole)):
         return
     count = f"{bad} of its first {len(whole)} bytes are not UTF-8"
     if len(whole.translate(None, _CONTROLS)) < 0.99 * len(whole):
         raise Broken(f"it is binary, or UTF-16 without its mark: {count}")
-    raise Broken(f"it is text in another encoding, such as Latin-1: {count}; convert it (iconv -f latin1 -t utf-8)")
+    advice = "convert it from its own (iconv -f cp1252 -t utf-8 for Western Europe's, -f shift_jis for Japan's)"
+    raise Broken(f"it is text in another encoding: {count}; {advice}")
+
+
+def check_no_pointer(head: bytes) -> None:
+    """Raise Broken if the first bytes of a file say that it stands for another one."""
+    if head.startswith(LFS_POINTER):
+        raise Broken(f"it {NO_LFS_POINTER}")
+
+
+def bad_bytes(data: bytes) -> int:
+    """How many of some bytes are NUL or no UTF-8; 0 if they are few enough for a text."""
+    if data.isascii() and b"\0" not in data:
+        return 0
+    bad = len(data) - len(data.replace(b"\0", b"").decode(errors="ignore").encode())
+    return bad if bad * _ONE_BAD_BYTE_IN > len(data) else 0
 
 
 class _Parts(io.RawIOBase):

@@ -14,14 +14,24 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swarm_peer.errors import first_line
 from swarm_peer.runtime.data.files import DataFile
-from swarm_peer.runtime.data.opening import BLOCK_BYTES, Broken, is_about_content, is_local, open_raw, open_text
+from swarm_peer.runtime.data.opening import (
+    BLOCK_BYTES,
+    Broken,
+    bad_bytes,
+    check_no_pointer,
+    is_about_content,
+    is_local,
+    open_raw,
+    open_text,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,6 +54,12 @@ Record: TypeAlias = tuple[Place, int, Any]
 
 # Numbers are not looked at, so one of thousands of digits is no reason to pass over a text.
 _JSON = json.JSONDecoder(strict=False, parse_int=float)
+# Of tables, besides the one that the file's name tells, and how Excel names one in a line of its own.
+_DELIMITERS = (",", ";", "\t", "|")
+_NAMED_DELIMITER = re.compile(r'"?sep=(?P<delimiter>[^\w\s"]|\t)"?', re.IGNORECASE)
+_QUOTES = "a cell that begins with a quote has to end with one, and those within it stand twice"
+# Types of columns of tables, as pyarrow prints them. Some programs write text as bytes.
+_KINDS_OF_TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null"}
 _BETWEEN_VALUES = re.compile(r"[\s,]*")
 _JSON_NAMES = {dict: "an object", list: "a list", float: "a number", bool: "true or false", type(None): "null"}
 
@@ -60,6 +76,9 @@ def read_records(file: DataFile, field: str) -> Iterator[Record]:
         Exception: as opening.py; `is_about_content` tells whether the file is to blame
     """
     with ExitStack() as stack:
+        if file.kind in ("parquet", "arrow") and is_local(file):
+            with open_raw(file) as start:
+                check_no_pointer(start.peek(BLOCK_BYTES))
         if file.kind == "parquet":
             yield from _parquet_records(stack.enter_context(open_raw(file)), field)
         elif file.kind == "arrow":
@@ -114,6 +133,14 @@ def no_such_field(field: str, others: Iterable[str]) -> str:
     """The reason for which a record or a table is not read that has other fields."""
     names = ", ".join(sorted(map(str, others))[:20]) or "none"
     return f"data.text_field={field!r} is no field of it: it has {names}; choose one of them"
+
+
+def _check_field(field: str, names: Sequence[str]) -> None:
+    """Raise Broken unless a table has the field once."""
+    if field not in names:
+        raise Broken(no_such_field(field, names))
+    if names.count(field) > 1:
+        raise Broken(f"data.text_field={field!r} is the name of {names.count(field)} columns: rename all but one")
 
 
 # --- text
@@ -217,23 +244,82 @@ def _why(error: Exception) -> str:
 # --- tables
 
 
-def _cells(stream: io.BufferedReader, field: str, delimiter: str) -> Iterator[Record]:
-    """The cells of a column of comma-separated values."""
+def _cells(stream: io.BufferedReader, field: str, usual: str) -> Iterator[Record]:
+    """The cells of a column of a table of text.
+
+    Args:
+        usual: the delimiter, unless the file's first line has another one
+    """
     csv.field_size_limit(MAX_RECORD_BYTES)
-    lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
-    rows = csv.reader((line.replace("\0", "") for line in lines), delimiter=delimiter)
-    try:
-        header = [name.strip() for name in next(rows, [])]
-        if header and field not in header:
-            raise Broken(no_such_field(field, header))
-        for row in filter(None, rows):
-            index = header.index(field)
-            if index < len(row):
-                yield rows.line_num, len(row[index]), row[index]
-            else:
-                yield rows.line_num, 0, BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
-    except csv.Error as error:
-        raise Broken(f"line {rows.line_num} is no row ({error})") from error
+    lines = (line.replace("\0", "") for line in io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=""))
+    line, heading = next(((number, each) for number, each in enumerate(lines, 1) if not each.isspace()), (1, ""))
+    if named := _NAMED_DELIMITER.fullmatch(heading.strip("\r\n")):
+        line, heading, delimiter = line + 1, next(lines, ""), named["delimiter"]
+    else:
+        delimiter = _delimiter(heading, field, usual)
+    yield from _rows(itertools.chain([heading], lines), field, delimiter, line)
+
+
+def _delimiter(heading: str, field: str, usual: str) -> str:
+    """The delimiter with which the first line of a table has the field, or else the most cells."""
+    start = heading[:MAX_DOCUMENT_CHARS]
+
+    def fit(delimiter: str) -> tuple[bool, int]:
+        names = [name.strip() for name in next(csv.reader([start], delimiter=delimiter), [])]
+        # Where the whole line is the name of one field, it may be all names at once.
+        return field in names and len(names) > 1, len(names)
+
+    return max((usual, *_DELIMITERS), key=fit)
+
+
+def _rows(lines: Iterator[str], field: str, delimiter: str, line: int) -> Iterator[Record]:
+    """The cells of a column, by the numbers of the lines that their rows begin in. The first row names the columns.
+
+    A quote without its partner makes one cell of all up to the next one. It costs the line that it is in, and no other.
+
+    Args:
+        line: the number of the first one
+    """
+    taken: list[str] = []  # by the present row
+    again: deque[str] = deque()
+    header: list[str] = []
+
+    def source() -> Iterator[str]:
+        while (text := again.popleft() if again else next(lines, None)) is not None:
+            taken.append(text)
+            yield text
+
+    while True:
+        try:
+            for row in csv.reader(source(), delimiter=delimiter, strict=True):
+                if row and header:
+                    text = _text_cell(row, field, header, delimiter)
+                    yield line, len(text), text
+                elif row:
+                    header = [name.strip() for name in row]
+                    _check_field(field, header)
+                line += len(taken)
+                taken.clear()
+            return
+        except (csv.Error, BadRecord) as error:
+            bad = error if isinstance(error, BadRecord) else BadRecord(f"it is no row ({error}): {_QUOTES}")
+            if not header:
+                raise Broken(f"line {line}: {bad}") from error
+            again.extendleft(reversed(taken[1:]))
+            taken.clear()
+            yield line, 0, bad
+            line += 1
+
+
+def _text_cell(row: list[str], field: str, header: list[str], delimiter: str) -> str:
+    """The cell of a row that has the text. Raises BadRecord if there is none, or too many."""
+    index = header.index(field)
+    if index >= len(row):
+        raise BadRecord(f"it has {len(row)} cells, and {field!r} is number {index + 1}")
+    if any(cell.strip() for cell in row[len(header) :]):
+        need = f"a cell that has {delimiter!r} in it needs quotes"
+        raise BadRecord(f"it has {len(row)} cells, and the first line {len(header)}; {need}")
+    return row[index]
 
 
 def _parquet_records(stream: io.BufferedReader, field: str) -> Iterator[Record]:
@@ -288,15 +374,18 @@ def _arrow_records(file: DataFile, stack: ExitStack, field: str) -> Iterator[Rec
 
 def _check_column(schema: pa.Schema, field: str) -> None:
     """Raise Broken if a table has no such column of text."""
+    _check_field(field, schema.names)
+    if not _may_be_text(kind := schema.field(field).type):
+        others = ", ".join(column.name for column in schema if _may_be_text(column.type))
+        advice = f"choose one of {others}" if others else "no column does"
+        raise Broken(f"data.text_field={field!r} holds {kind}, not text: {advice}")
+
+
+def _may_be_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
-    if field not in schema.names:
-        raise Broken(no_such_field(field, schema.names))
-    kind = schema.field(field).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    if not is_text and not pa.types.is_null(kind):
-        raise Broken(f"data.text_field={field!r} holds {kind}, not text: choose one of {', '.join(schema.names)}")
+    return str(kind) in _KINDS_OF_TEXT
 
 
 def _values(column: pa.Array, first: int) -> Iterator[Record]:
@@ -305,5 +394,9 @@ def _values(column: pa.Array, first: int) -> Iterator[Record]:
 
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
+    may_be_other = "binary" in str(column.type)
     for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first):
-        yield f"row {row}", len(value or b""), value
+        if may_be_other and value and (bad := bad_bytes(value)):
+            yield f"row {row}", 0, BadRecord(f"it is binary: {bad} of its {len(value)} bytes are not UTF-8")
+        else:
+            yield f"row {row}", len(value or b""), value

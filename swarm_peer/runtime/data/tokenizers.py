@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import json
 import logging
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from swarm_peer.config import DataSection, looks_like_a_path
-from swarm_peer.errors import HubFailed, UserError, first_line, machine_fault
+from swarm_peer.errors import HubFailed, UserError, first_line, last_line, machine_fault
+from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 
 log = logging.getLogger(__name__)
 
@@ -228,9 +230,36 @@ def read_tokenizer(name: str, cache_dir: Path | None, known_ids: int | None = No
             f"data.tokenizer={name!r} is on the hub, and there is a folder {source!r} here: start from another folder"
         )
     tokenizer = _load(name, source, revision, cache_dir)
-    for token in ("eos_token_id", "sep_token_id", "bos_token_id"):
-        if (separator_id := getattr(tokenizer, token, None)) is not None:
-            return PretrainedTokenizer(tokenizer, separator_id, known_ids)
+    return PretrainedTokenizer(tokenizer, _separator_id(tokenizer, name, source, cache_dir), known_ids)
+
+
+def _separator_id(tokenizer: Any, name: str, source: str, cache_dir: Path | None) -> int:
+    """The token that ends a text: the tokenizer's own, or that of the model beside it, or another one that is told.
+
+    Raises:
+        UserError: there is none
+    """
+    if (own := tokenizer.eos_token_id) is not None:
+        return int(own)
+    from swarm_peer.model.pretrained import CONFIG_FILE, ModelSource
+
+    place = os.path.join(".", source) if os.path.isdir(source) else name
+    config = ModelSource(place, cache_dir, key="data.tokenizer").read_json(CONFIG_FILE) or {}
+    text_part = config.get("text_config")
+    ids = config.get("eos_token_id", text_part.get("eos_token_id") if isinstance(text_part, dict) else None)
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    known = set(tokenizer.get_vocab().values())
+    candidates = {
+        f"eos_token_id of its {CONFIG_FILE}": first if isinstance(first, int) and first in known else None,
+        "its sep_token": getattr(tokenizer, "sep_token_id", None),
+        "its bos_token": getattr(tokenizer, "bos_token_id", None),
+    }
+    for what, token_id in candidates.items():
+        if token_id is not None:
+            token = tokenizer.convert_ids_to_tokens(token_id)
+            text = "tokenizer_assumed tokenizer=%s reason=it names no eos_token, and so %s ends each text: %r, token %d"
+            log.warning(text, name, what, token, token_id)
+            return int(token_id)
     raise UserError(
         f"data.tokenizer={name!r} has no end-of-text token to separate documents: name it as eos_token in a "
         f"tokenizer_config.json beside it"
@@ -258,6 +287,8 @@ def _load(name: str, source: str, revision: str | None, cache_dir: Path | None) 
     if folder is not None:
         if (found := _read_byte_level(folder)) is not None:
             return found
+        if (damage := _damage(folder, failure)) is not None:
+            raise UserError(f"cannot load data.tokenizer={name!r}: {damage}") from failure
         if not any((folder / file).is_file() for file in VOCABULARY_FILES):
             raise UserError(
                 f"cannot load data.tokenizer={name!r}: its vocabulary is missing; {_files_in(folder)}"
@@ -295,6 +326,25 @@ def _folder_of(source: str, revision: str | None, cache_dir: Path | None) -> Pat
         return next((Path(path).parent for path in found if isinstance(path, str)), None)
     except HFValidationError:  # no name that a repository can have
         return None
+
+
+def _damage(folder: Path, failure: Exception | None) -> str | None:
+    """Which of the files that transformers reads for a tokenizer has made it fail, and why, if that shows."""
+    for file in ("config.json", "tokenizer_config.json", "special_tokens_map.json", *VOCABULARY_FILES):
+        try:
+            content = (folder / file).read_bytes()
+            if content.startswith(LFS_POINTER):
+                return f"its {file} {NO_LFS_POINTER}"
+            if file.endswith(".json"):
+                json.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            mark = "it begins with a byte order mark" if content.startswith(codecs.BOM_UTF8) else first_line(error)
+            return f"its {file} is no JSON in UTF-8 ({mark}): mend or replace that file"
+        except OSError as error:
+            log.debug("not_looked_into file=%s reason=%s", folder / file, error)
+    if type(failure).__name__.startswith("StrictDataclass"):
+        return f"transformers refuses its config.json ({last_line(failure)}): correct that value"
+    return None
 
 
 def _files_in(folder: Path) -> str:

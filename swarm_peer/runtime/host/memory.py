@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 _ROOT = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
 _MACHINE = Path("/proc/meminfo")
+_OWN_PAGES = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,15 @@ def host_memory() -> tuple[int, int]:
     for limit, used in _limits():
         free_bytes, all_bytes = min(free_bytes, max(limit - used, 0)), min(all_bytes, limit)
     return free_bytes, all_bytes
+
+
+def within_addresses(free_bytes: int, all_bytes: int) -> tuple[int, int]:
+    """The memory of `host_memory`, or less where this process may have fewer addresses (`ulimit -v`)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return free_bytes, all_bytes
+    used = int(_OWN_PAGES.read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    return min(free_bytes, max(limit - used, 0)), min(all_bytes, limit)
 
 
 def _limits() -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.stage_memory import RESERVED_BYTES
 from swarm_peer.runtime.host.identities import locked
-from swarm_peer.runtime.host.memory import host_memory
+from swarm_peer.runtime.host.memory import host_memory, within_addresses
 from swarm_peer.runtime.host.processes import free_memory
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,13 @@ def _gpu_name(index: int) -> str:
     return shown[index].replace("/", "-") if index < len(shown) else str(index)
 
 
+def set_threads(count: int) -> None:
+    """Have torch compute with so many threads. The log tells of more than there are cores, which only slow it down."""
+    if count > (cores := os.cpu_count() or count):
+        log.warning("threads_beyond_cores threads=%d cores=%d reason=so many are slower", count, cores)
+    torch.set_num_threads(count)
+
+
 def check_device(device: torch.device, precision: str) -> None:
     """Compute something on the device, so that it fails here and not in the run.
 
@@ -140,7 +147,7 @@ def in_words(device: torch.device) -> str:
 
 def believed_limit(max_memory: int | None, device: torch.device) -> int | None:
     """The limit that `--max-memory` sets, at most what the device has; None if it sets none."""
-    has_bytes = _memory_bytes(device)[1]
+    has_bytes = memory_bytes(device)[1]
     if max_memory is None or max_memory <= has_bytes:
         return max_memory
     log.warning(
@@ -166,7 +173,7 @@ def microbatch_capacity(
     limit = resolved.manifest.limits.max_in_flight
     costs = stage_costs(resolved, device.type)[spec.index]
     memory = costs.memory
-    free_bytes, all_bytes = _memory_bytes(device) if max_memory is None else (max_memory, max_memory)
+    free_bytes, all_bytes = memory_bytes(device) if max_memory is None else (max_memory, max_memory)
     capacity = memory.window(free_bytes, limit)
     if max_memory is None:
         capacity = max(capacity, memory.window(all_bytes, min(UNCHECKED_IN_FLIGHT, limit)))
@@ -196,7 +203,7 @@ def stages_too_large(resolved: ResolvedManifest, device: torch.device, max_memor
     Raises:
         UserError: it has memory for no stage
     """
-    room = _memory_bytes(device)[1] if max_memory is None else max_memory
+    room = memory_bytes(device)[1] if max_memory is None else max_memory
     needed = [costs.memory.peak_bytes(1) for costs in stage_costs(resolved, device.type)]
     if room < min(needed):
         short = f"{ByteSize(room).human_readable()} of memory: the smallest needs about"
@@ -222,7 +229,7 @@ def has_room_beside(
     if max_memory is not None:
         in_flight = microbatch_capacity(resolved, resolved.specs[serving], device, max_memory)
         return costs[serving].memory.peak_bytes(in_flight) + joining_bytes <= max_memory
-    return joining_bytes <= _memory_bytes(device)[0]
+    return joining_bytes <= memory_bytes(device)[0]
 
 
 def free_device_memory(device: torch.device) -> None:
@@ -232,9 +239,9 @@ def free_device_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _memory_bytes(device: torch.device) -> tuple[int, int]:
+def memory_bytes(device: torch.device) -> tuple[int, int]:
     """Bytes of a device's memory that are free for training, and that would be if nothing else used it."""
     if device.type != "cuda":
-        return host_memory()
+        return within_addresses(*host_memory())
     free_bytes, all_bytes = torch.cuda.mem_get_info(device)
     return max(free_bytes - RESERVED_BYTES, 0), all_bytes - RESERVED_BYTES

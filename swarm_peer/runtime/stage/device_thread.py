@@ -20,8 +20,8 @@ import torch
 
 from swarm_peer.errors import SwarmError, first_line
 from swarm_peer.runtime.context import Clock, Threads
+from swarm_peer.runtime.host.device_errors import drop_frames, is_fault, is_lost
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.device_errors import drop_frames, is_fault, is_lost
 
 Result = TypeVar("Result")
 

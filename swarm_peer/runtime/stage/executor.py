@@ -20,8 +20,8 @@ from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.capacity import Capacity
-from swarm_peer.runtime.stage.device_errors import is_out_of_memory
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.rounds import Round
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
@@ -37,7 +37,7 @@ LONGEST_QUERY_PAUSE_S = 10.0
 # A device that has not trained for so long has nothing to train: the run waits, averages, or is over.
 IDLE_S = 5.0
 
-_OUT_OF_MEMORY = "this stage ran out of device memory: lower --max-memory, so that it takes fewer microbatches at once"
+_OUT_OF_MEMORY = "this stage ran out of device memory: with a lower --max-memory it takes fewer microbatches"
 
 
 def query_pause_s(last_s: float, idle_s: float) -> float:
