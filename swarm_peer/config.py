@@ -271,6 +271,11 @@ class AveragingSection(Section):
         """Optimizer steps from one average among stage-mates to the next."""
         return self.inner_steps if self.mode == "periodic" else 1
 
+    @property
+    def rounds_ahead(self) -> int:
+        """Rounds that may be open while an earlier one is not committed, besides the next."""
+        return 1 if self.mode == "delayed" else 0
+
     def averages_at(self, optimizer_step: int, *, begins_timeline: bool = False) -> bool:
         """Whether an average ends the round that began with this optimizer step.
 

@@ -49,7 +49,7 @@ class RoundRules:
         batch, unit: samples of a round, and of a microbatch
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
-        roots_every: rounds from one at which all members tell the root of their state to the next
+        roots_every: rounds from one at which all members tell the root of their state to the next; 0 for none
     """
 
     num_stages: int
@@ -65,7 +65,7 @@ class RoundRules:
 
     def is_rooted(self, number: int) -> bool:
         """Whether a round begins with all members telling the root of their state."""
-        return number % self.roots_every == 0
+        return self.roots_every > 0 and number % self.roots_every == 0
 
     def fills(self, close: Close, epoch_of: EpochOf) -> bool:
         """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one base."""

@@ -67,10 +67,18 @@ class Rules:
         num_stages: of the model
         begin_anew_steps: a run that has made at most so many optimizer steps begins with the initial weights again, if
             there are no snapshots
+        period: rounds from one average to the next
     """
 
     num_stages: int
     begin_anew_steps: int
+    period: int = 1
+
+    def restart(self, after_round: int, optimizer_step: int, entries: tuple[str, ...] = ()) -> Restart:
+        """A restart whose rounds are above another one. Periods end in the rounds that they would have ended in."""
+        first_round = after_round + 1
+        first_round += (optimizer_step - first_round) % self.period
+        return Restart(first_round, optimizer_step, entries)
 
 
 @dataclass(frozen=True)
@@ -222,13 +230,13 @@ def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restar
     if not offers:
         return None
     offered = {snapshot for offer in offers for snapshot in offer.snapshots}
-    first_round = max(epoch.restart.first_round, *(offer.round for offer in offers)) + 1
+    after_round = max(epoch.restart.first_round, *(offer.round for offer in offers))
     for step in sorted({snapshot.optimizer_step for snapshot in offered}, reverse=True):
         entries = [_entry_of(stage, step, offers) for stage in range(rules.num_stages)]
         if None not in entries:
-            return Restart(first_round, step, tuple(filter(None, entries)))
+            return rules.restart(after_round, step, tuple(filter(None, entries)))
     come_to = max(offer.optimizer_step for offer in offers)
-    return Restart(first_round, 0) if come_to <= rules.begin_anew_steps else None
+    return rules.restart(after_round, 0) if come_to <= rules.begin_anew_steps else None
 
 
 def _entry_of(stage: int, step: int, offers: Iterable[Offer]) -> str | None:

@@ -6,7 +6,7 @@ themselves stand in epochs.py. Knows nothing of rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Restart, Rules, is_sound, next_epoch
@@ -45,8 +45,11 @@ from swarm_peer.protocol.statements import (
     Wish,
 )
 
-# Epochs that are kept for seats that have missed some. One that has missed more takes an epoch of the run key.
+# Epochs that are kept for seats that have missed some; besides, all since the newest one that the run key has signed,
+# from which a newcomer can check those that follow.
 KEPT_EPOCHS = 64
+# Epochs in one message; a seat that has missed more asks again.
+MAX_TOLD_EPOCHS = 64
 NO_BALLOT = Ballot(0, Seat("", 0, ""))
 
 
@@ -58,6 +61,7 @@ class Membership:
         random: for pauses alone
         sign: signs a statement as this seat
         sign_as_key: signs one with the run key; None if this process does not hold it
+        has_ticket: whether a seat was invited by the ticket that it names
 
     Attributes:
         desired: stages in which this seat wants a place; COORDINATORS among them for a coordinator
@@ -79,6 +83,7 @@ class Membership:
         random: Random,
         sign: Sign,
         sign_as_key: Sign | None = None,
+        has_ticket: Callable[[Seat], bool] = lambda seat: True,
     ):
         self.me = me
         self.desired: frozenset[int] = frozenset()
@@ -92,6 +97,7 @@ class Membership:
         self._random = random
         self._sign = sign
         self._sign_as_key = sign_as_key
+        self._has_ticket = has_ticket
         self._chain = [first]
         self._past: dict[EpochId, Certified] = {}
         self._now_s = 0.0
@@ -197,7 +203,7 @@ class Membership:
             case Missing(seats) if is_voter:
                 for seat in sorted(seats & set(self.epoch.seats)):
                     self._probed_s.setdefault(seat, self._now_s)
-            case Wanted(wish) if is_voter and is_sound(wish.body, self.epoch, self.rules):
+            case Wanted(wish) if is_voter and self._may_wish(wish.body):
                 self._wishes[_subject(wish.body)] = wish
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
@@ -340,9 +346,15 @@ class Membership:
         else:
             self._send(ballot.proposer.peer, Vote(vote))
 
+    def _may_wish(self, wish: Wish) -> bool:
+        has_ticket = not isinstance(wish, Join) or self._has_ticket(wish.author)
+        return has_ticket and is_sound(wish, self.epoch, self.rules)
+
     def _acceptable(self, wishes: Wishes) -> Epoch | None:
         """The epoch that these wishes make; None if they make none, or go back further than need be."""
         bodies = [signed.body for signed in wishes]
+        if not all(self._has_ticket(wish.author) for wish in bodies if isinstance(wish, Join)):
+            return None
         successor = next_epoch(self.epoch, bodies, self.rules)
         if successor is None or successor.restart == self.epoch.restart:
             return successor
@@ -405,7 +417,7 @@ class Membership:
             if certified.is_of_key or (before is not None and certified.follows(before)):
                 self._past[epoch.id], before = certified, epoch
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
-                self._chain = [*self._chain, self._anchored(certified)][-KEPT_EPOCHS:]
+                self._chain = _without_old([*self._chain, self._anchored(certified)])
             # Two epochs of one id are a liar's work: all take the same one.
             elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
                 self._chain[-1] = certified
@@ -435,7 +447,7 @@ class Membership:
     def _tell_news(self, peer: str, since: EpochId) -> None:
         newer = [certified for certified in self._chain if certified.epoch.id > since]
         if newer:
-            self._send(peer, News(tuple(newer)))
+            self._send(peer, News(tuple(newer[:MAX_TOLD_EPOCHS])))
 
     # --- sending
 
@@ -450,6 +462,11 @@ class Membership:
     def _take_out(self) -> list[Sent]:
         out, self._out = self._out, []
         return out
+
+
+def _without_old(chain: list[Certified]) -> list[Certified]:
+    newest_of_key = max((index for index, each in enumerate(chain) if each.is_of_key), default=0)
+    return chain[min(newest_of_key, max(0, len(chain) - KEPT_EPOCHS)) :]
 
 
 def _goes_as_far(restart: Restart, best: Restart) -> bool:

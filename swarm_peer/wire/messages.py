@@ -207,6 +207,14 @@ class AveragePartCall(Call):
     part: int = Field(ge=0, lt=2**32)
 
 
+class AgreeCall(Call):
+    """Messages of the protocol by which the members of a run agree (wire/agreement.py). Tensors: the messages, encoded;
+    the reply's: answers to them.
+    """
+
+    op: Literal["agree"] = "agree"
+
+
 class GoodbyeCall(Call):
     """Says that the caller leaves: nobody waits for it, or sends to it, until it announces itself again.
 

@@ -63,7 +63,7 @@ class Cluster:
         make: Callable[..., Membership] = Membership,
     ):
         self.random = random
-        self.rules = Rules(num_stages=rounds.num_stages, begin_anew_steps=5)
+        self.rules = Rules(num_stages=rounds.num_stages, begin_anew_steps=5, period=rounds.period)
         self.rounds = rounds
         self.timing = timing
         self.num_slices = num_slices

@@ -1,0 +1,266 @@
+"""This peer's part in agreement: the protocol's core, with a clock, keys and the transport.
+
+Owns when the core is asked, and how its messages travel. Must not know what microbatches, weights or states are: the
+parts that do work with the core's members.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import anyio
+from anyio.abc import TaskGroup
+
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.protocol.core import Core, RoundRules
+from swarm_peer.protocol.epochs import Certified, Rules
+from swarm_peer.protocol.membership import Membership
+from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, News, Sent, Timing, Wanted
+from swarm_peer.protocol.statements import EpochId, Seat, Sign
+from swarm_peer.protocol.work import RoundContext
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.transport import Handler, Reply, Transport
+from swarm_peer.wire import messages as wire
+from swarm_peer.wire.agreement import Statements
+
+log = logging.getLogger(__name__)
+
+# The core is asked at least so often whether something is due.
+TICK_S = 0.25
+CALL_TIMEOUT_S = 5.0
+MAX_MESSAGES = 32
+# Messages that wait to be sent to one peer. All are repeated until they have their effect, so some may go.
+MAX_QUEUED = 64
+# In place of an epoch, before a newcomer has heard of any.
+NO_EPOCH = EpochId(0, Seat("", 0, ""), 0)
+
+
+# How long the core waits.
+TIMING = Timing()
+# Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
+BEGIN_ANEW_INTERVALS = 2
+
+
+class Ticket(NamedTuple):
+    """By what a peer was invited.
+
+    Attributes:
+        own: this peer's
+        is_of: whether a seat was invited by the ticket that it names
+    """
+
+    own: str
+    is_of: Callable[[Seat], bool]
+
+
+# In a run that is open to everybody, nobody has a ticket, so peers vote.
+OPEN = Ticket("", lambda seat: not seat.ticket)
+
+
+class Agreement:
+    """This peer's part in agreement. Belongs to the event loop's thread.
+
+    Attributes:
+        core: the protocol's, which other parts ask, and tell what they have done; they `look` afterwards
+        statements: signs as this peer
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        transport: Transport,
+        life: int,
+        first: Sequence[Certified],
+        ticket: Ticket = OPEN,
+        acquaintances: Callable[[], Iterable[str]] = tuple,
+        sign_as_key: Sign | None = None,
+    ):
+        """Make the part of one life of this peer.
+
+        Args:
+            life: later ones of this peer are larger
+            first: epochs that follow one another, from one that the run key has signed
+            acquaintances: ids of peers of the run, from wherever
+            sign_as_key: signs with the run key; None if this process does not hold it
+        """
+        rules, rounds, timing = rules_of(context.resolved.manifest), rounds_of(context.resolved.manifest), TIMING
+        self.statements = Statements(context.run_id, context.identity)
+        self._context = context
+        self._transport = transport
+        self._acquaintances = acquaintances
+        self._queued: dict[str, dict[object, Message]] = {}
+        self._tasks: TaskGroup | None = None
+        self._due = anyio.Event()
+        membership = Membership(
+            me=Seat(context.identity.peer_id, life, ticket.own),
+            first=first[0],
+            rules=rules,
+            timing=timing,
+            random=context.random.stream("agreement"),
+            sign=self.statements.sign,
+            sign_as_key=sign_as_key,
+            has_ticket=ticket.is_of,
+        )
+        membership.learn(first[1:])
+        self.core = Core(
+            membership=membership,
+            context=RoundContext(
+                num_stages=rounds.num_stages,
+                batch=rounds.batch,
+                unit=rounds.unit,
+                lag=rounds.lag,
+                averages=rounds.averages,
+                is_rooted=rounds.is_rooted,
+                fills=lambda close: rounds.fills(close, membership.epoch_of),
+                believed=lambda done: rounds.believed(done, membership.epoch_of),
+                epoch_of=membership.epoch_of,
+                sign=self.statements.sign,
+                timing=timing,
+            ),
+        )
+
+    @property
+    def calls(self) -> dict[type[wire.Body], Handler]:
+        """The calls that this part answers."""
+        return {wire.AgreeCall: self.handle}
+
+    async def run(self) -> None:
+        """Take part, until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            while True:
+                self._due = anyio.Event()
+                self.core.membership.acquaintances = tuple(self._acquaintances())
+                self._send(self.core.tick(self._context.clock.monotonic_s()))
+                self._context.changed.notify()
+                with anyio.move_on_after(TICK_S):
+                    await self._due.wait()
+
+    def look(self) -> None:
+        """Have the core look soon at what has changed."""
+        self._due.set()
+
+    async def handle(self, caller: str, call: wire.AgreeCall, tensors: Sequence[memoryview]) -> Reply:
+        """Take messages of another peer. The reply has answers to them."""
+        answers = [each for data in tensors[:MAX_MESSAGES] for each in self._receive(caller, data)]
+        return Reply(tensors=[memoryview(self.statements.encode(message)) for message in answers[:MAX_MESSAGES]])
+
+    def _receive(self, sender: str, data: memoryview) -> list[Message]:
+        """Take a message. Returns the answers to its sender.
+
+        Raises:
+            InvalidMessage: it is none, or another peer's
+        """
+        message = self.statements.decode(Message, bytes(data))
+        if message.sender.peer != sender:
+            raise InvalidMessage(f"a message of {message.sender.peer[:60]} from {sender}")
+        sent = self.core.receive(self._context.clock.monotonic_s(), message)
+        self._context.changed.notify()
+        self.look()
+        self._send([(peer, each) for peer, each in sent if peer != sender])
+        return [each for peer, each in sent if peer == sender]
+
+    # --- sending
+
+    def _send(self, sent: Iterable[Sent]) -> None:
+        for peer, message in sent:
+            is_idle = not self._queued.get(peer)
+            queue = self._queued.setdefault(peer, {})
+            # A later message about the same thing takes the place of an earlier one.
+            queue.pop(subject := _subject(message.body), None)
+            queue[subject] = message
+            if len(queue) > MAX_QUEUED:
+                del queue[next(iter(queue))]
+            if is_idle and self._tasks is not None:
+                self._tasks.start_soon(self._deliver, peer)
+
+    async def _deliver(self, peer: str) -> None:
+        """Send what waits for a peer, one call after the other."""
+        call = wire.AgreeCall(manifest=self._context.resolved.hash)
+        while queue := self._queued.get(peer):
+            taken = [queue.pop(subject) for subject in list(queue)[:MAX_MESSAGES]]
+            data = [memoryview(self.statements.encode(message)) for message in taken]
+            try:
+                reply = await self._transport.call(peer, call, data, timeout_s=CALL_TIMEOUT_S)
+                for answer in reply.tensors[:MAX_MESSAGES]:
+                    self._send((peer, each) for each in self._receive(peer, answer))
+            except CallError as error:  # whatever has had no effect is sent again
+                log.debug("messages_lost peer=%s count=%d reason=%s", peer, len(taken), error)
+        self._queued.pop(peer, None)
+
+
+def rounds_of(manifest: RunManifest) -> RoundRules:
+    """How a run's rounds go."""
+    averaging = manifest.averaging
+    return RoundRules(
+        num_stages=manifest.stages.count,
+        batch=manifest.training.global_batch_size,
+        unit=manifest.training.microbatch_size,
+        lag=averaging.rounds_ahead,
+        period=averaging.steps_per_average,
+        roots_every=averaging.compare_weights_every,
+    )
+
+
+def rules_of(manifest: RunManifest) -> Rules:
+    """The part of a run's manifest that its epochs depend on."""
+    few = BEGIN_ANEW_INTERVALS * manifest.recovery.snapshot_every
+    return Rules(manifest.stages.count, few, manifest.averaging.steps_per_average)
+
+
+def _subject(body: Body) -> object:
+    """A name of the thing that a message is about: of two such messages the later one alone is of use."""
+    match body:
+        case Wanted(wish):
+            return type(wish.body), wish.body.author, getattr(wish.body, "stage", None)
+        case Cutting(cut):
+            return Cutting, cut.stage
+        case Commit(committed):
+            return Commit, committed.entry.cut.stage, committed.entry.cut.round
+    return type(body), getattr(body, "stage", None), getattr(body, "round", None)
+
+
+async def find_epochs(
+    transport: Transport, statements: Statements, manifest: str, peers: Iterable[str], run_timeout_s: float
+) -> list[Certified]:
+    """Ask peers of the run for its newest epochs, from one that the run key has signed.
+
+    Returns:
+        the newest of them, in their order; none if nobody tells
+    """
+    newest: list[Certified] = []
+
+    async def ask(peer: str) -> None:
+        nonlocal newest
+        message = Message(Seat(transport.peer_id, 0, ""), NO_EPOCH, Fetch())
+        call = wire.AgreeCall(manifest=manifest)
+        try:
+            reply = await transport.call(peer, call, [memoryview(statements.encode(message))], timeout_s=CALL_TIMEOUT_S)
+            told = [statements.decode(Message, bytes(data)).body for data in reply.tensors[:MAX_MESSAGES]]
+        except CallError as error:
+            log.info("epochs_not_told peer=%s reason=%s", peer, error)
+            return
+        for body in told:
+            chain = _sound(body.epochs) if isinstance(body, News) else []
+            if chain and (not newest or chain[-1].epoch.id > newest[-1].epoch.id):
+                newest = chain
+
+    with anyio.move_on_after(run_timeout_s):
+        async with anyio.create_task_group() as tasks:
+            for peer in peers:
+                tasks.start_soon(ask, peer)
+    return newest
+
+
+def _sound(epochs: Sequence[Certified]) -> list[Certified]:
+    """Epochs from the first one that the run key has signed, as far as each is certified by the one before."""
+    chain: list[Certified] = []
+    for each in epochs:
+        if each.is_of_key or (chain and each.follows(chain[-1].epoch)):
+            chain.append(each)
+        elif chain:
+            break
+    return chain
