@@ -102,9 +102,14 @@ class Member:
             present = self.work.open.get(number)
             if present is not None and present.answer.cut is not None and self.me in present.answer.cut.seats:
                 number += 1
-        if number in self.closes:
+        if number in self.closes or self.work.round(number).is_void:
             return None
         return self.work.round(number)
+
+    @property
+    def voiding(self) -> OpenRound | None:
+        """The round whose work the driver has to give up, and then to say so."""
+        return next((present for _, present in sorted(self.work.open.items()) if present.is_void), None)
 
     @property
     def draining(self) -> OpenRound | None:
@@ -147,7 +152,7 @@ class Member:
         present, granted = self.working, self.granted
         if present is None or granted is None or granted.round != present.number:
             return False
-        return present.claimed + num_samples <= granted.up_to
+        return present.computed.claimed + num_samples <= granted.up_to
 
     # --- what the driver says
 
@@ -160,7 +165,7 @@ class Member:
     def launched(self, num_samples: int) -> None:
         """A microbatch was launched in the round that is worked at."""
         if (present := self.working) is not None:
-            present.claimed += num_samples
+            present.computed.claimed += num_samples
 
     def receipt_for(self, caller: Seat, number: int, epoch: Epoch) -> Signed[Receipt] | None:
         """This seat of stage 1 signs how much it has computed for a caller of stage 0."""
@@ -258,6 +263,11 @@ class Member:
             return
         present.is_rooted |= is_rooted
         if present.computed.base not in ((), base) and base[self.stage] == self.base(number):
+            present.is_void = True
+
+    def voided(self, number: int) -> None:
+        """The driver has given up what it had computed in a round, and nothing of it is inside any more."""
+        if (present := self.work.open.get(number)) is not None and present.is_void:
             self.work.void(number)
 
     def take_cut(self, cut: Cut) -> None:
@@ -397,7 +407,7 @@ class Member:
 
     def _is_ready(self, present: OpenRound) -> bool:
         has_root = present.root is not None or not self._is_rooted(present)
-        return present.is_drained and not self.is_behind and has_root
+        return present.is_drained and not present.is_void and not self.is_behind and has_root
 
     def part_of(self, number: int) -> Part | None:
         """All that this seat brings to a round; None while it is not ready."""
@@ -433,7 +443,7 @@ class Member:
         done = Done(self.me, epoch.id, number, working.voids, samples, made.base, receipts)
         granted = self.granted
         seen = granted.number if granted is not None and granted.reign == self.reign else 0
-        wants = Wants(seen, self.reads, self.wants_slices, number, working.claimed, self.wants_samples, working.voids)
+        wants = Wants(seen, self.reads, self.wants_slices, number, made.claimed, self.wants_samples, working.voids)
         guests = tuple(sorted(name for name in self.work.guests if name.round == self._context.decided_in(number)))
         return Counted(self._sign(done), wants, guests)
 
@@ -457,7 +467,7 @@ class Member:
         present, working = self.work.open.get(self.log.next_round), self.working
         if self.stage == 0 and working is not None and self.wants_samples and not self.may_launch(1):
             done = num_windows(working.computed.samples)
-            return ("grant", working.number, done) if done >= working.claimed else None
+            return ("grant", working.number, done) if done >= working.computed.claimed else None
         if present is None or self.is_behind or not self._is_ready(present):
             return None
         return "round", present.number, min(present.answer.num_fair_cuts, MAX_FAIR_CUTS)

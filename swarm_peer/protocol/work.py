@@ -66,6 +66,7 @@ class Computed:
     Attributes:
         base: heads of all stages that it was computed from; empty before the first microbatch
         weight: targets
+        claimed: samples that it has launched, at stage 0
         samples: as stage 0 knows them
         receipts: of seats of stage 1, at stage 0
         callers: samples by the seat of stage 0 that has sent them, at stage 1
@@ -73,6 +74,7 @@ class Computed:
 
     base: Base = ()
     weight: int = 0
+    claimed: int = 0
     samples: list[WindowRange] = field(default_factory=list)
     receipts: dict[Seat, Signed[Receipt]] = field(default_factory=dict)
     callers: dict[Seat, int] = field(default_factory=dict)
@@ -99,8 +101,8 @@ class OpenRound:
     """A round that is not committed, as one member sees it.
 
     Attributes:
-        claimed: samples that it has launched
         voids: how often it has given up what it had computed
+        is_void: whether it was computed from other heads than it should have been, and has yet to be given up
         is_drained: whether nothing of it is inside any more
         is_rooted: whether its leader has asked for the root of the state
         root: of the state that it begins with; None until the driver has told it
@@ -108,8 +110,8 @@ class OpenRound:
 
     number: int
     computed: Computed = field(default_factory=Computed)
-    claimed: int = 0
     voids: int = 0
+    is_void: bool = False
     is_drained: bool = False
     is_rooted: bool = False
     root: str | None = None
@@ -138,6 +140,14 @@ class Work:
         """A round that is open, or opens now."""
         return self.open.setdefault(number, OpenRound(number))
 
+    def admits(self, number: int, base: Base) -> bool:
+        """Whether a microbatch that was computed from these heads may be added; from now on, none of others may."""
+        present = self.open.get(number)
+        if present is None or present.is_drained or present.is_void or (present.computed.base or base) != base:
+            return False
+        present.computed.base = base
+        return True
+
     def computed(
         self,
         number: int,
@@ -155,11 +165,9 @@ class Work:
             samples, receipt: at stage 0
             caller, num_samples: at stage 1: for whom it was computed
         """
-        present = self.open.get(number)
-        if present is None or present.is_drained or (present.computed.base or base) != base:
+        if not self.admits(number, base):
             return False
-        made = present.computed
-        made.base = base
+        made = self.open[number].computed
         made.weight += weight
         made.samples += samples
         if receipt is not None:
@@ -200,7 +208,7 @@ class Work:
         present = self.open[number]
         made, name = present.computed, Name(self._me, self._context.decided_in(number))
         self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
-        present.computed, present.claimed, present.voids = Computed(), 0, present.voids + 1
+        present.computed, present.voids, present.is_void = Computed(), present.voids + 1, False
 
     def end_round(self, cut: Cut) -> OpenRound | None:
         """A round is committed. Returns what was known of it."""

@@ -95,6 +95,8 @@ class Driver:
                 self._take_state(process, stage, member)
                 continue
             process.stateless_since_s.pop(stage, None)
+            if (void := member.voiding) is not None and self.random.random() < 0.5:
+                member.voided(void.number)
             if (present := member.draining) is not None and self.random.random() < 0.5:
                 member.drained(present.number)
             if member.rooting is not None:
