@@ -1,0 +1,383 @@
+"""Does what the protocol asks of one seat in one stage: it drains, averages, applies, catches up, and opens rounds.
+
+Owns the order in which these happen. Must not know how a microbatch is computed, an average made or a state downloaded:
+a `Workplace`, an `Averager` and `Sources` do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+from torch import Tensor
+
+from swarm_peer.errors import CallError
+from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.log import Committed, Cut, Log, Name, base_of
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.statements import Seat
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.step.contributions import Contributions
+
+log = logging.getLogger(__name__)
+
+# Updates that are kept for stage-mates that have missed them.
+KEPT_UPDATES = 4
+# Pause after nobody gave what this seat lacks.
+RETRY_PAUSE_S = 1.0
+
+
+class AverageFailed(Exception):
+    """There is no average of a cut.
+
+    Attributes:
+        blamed: the members that were silent, or have sent what does not fit
+    """
+
+    def __init__(self, reason: str, blamed: frozenset[Seat] = frozenset()):
+        super().__init__(reason)
+        self.blamed = blamed
+
+
+class Averager(Protocol):
+    """Makes the average of what the members of a cut bring: the same numbers at all of them."""
+
+    async def average(self, cut: Cut, means: Sequence[Tensor], weight: int) -> list[Tensor]:
+        """The mean over all targets of the members of a cut.
+
+        Args:
+            means: over this member's targets; CPU, fp32; not changed
+            weight: number of these targets
+
+        Raises:
+            AverageFailed: some member has not done its part
+        """
+
+
+class Workplace(Protocol):
+    """A stage's weights, gradient accumulator and microbatches."""
+
+    def open(self, number: int) -> None:
+        """Let microbatches of a round in."""
+
+    def close(self) -> None:
+        """Let none in."""
+
+    async def drain(self, number: int) -> None:
+        """Wait until no microbatch of a round is inside; none is let in any more."""
+
+    async def contribution(self, number: int) -> tuple[list[Tensor], int]:
+        """Take what was computed in a round out of the accumulator: means over targets, and their number."""
+
+    async def discard(self) -> None:
+        """Empty the accumulator."""
+
+    async def apply(self, averages: Sequence[Tensor]) -> None:
+        """Update the weights; with no averages, as a round ends that has none."""
+
+    async def root(self) -> str:
+        """The root of the state."""
+
+    async def digest(self, averages: Sequence[Tensor]) -> str:
+        """A digest of an update, the same at all members."""
+
+    def shapes(self) -> Sequence[Tensor]:
+        """Tensors of the shapes of a contribution, on the meta device."""
+
+
+class Sources(Protocol):
+    """Where a seat takes over what it lacks."""
+
+    async def update(self, committed: Committed) -> list[Tensor]:
+        """The averages of an entry, checked by its digest.
+
+        Raises:
+            CallError: nobody gives them
+        """
+
+    async def state(self, log: Log) -> tuple[str, Ledger | None]:
+        """Have the weights become those of a stage-mate at the head of the log, or one of its newest entries.
+
+        Returns:
+            the hash of the entry that they embody now, and the ledger, at stage 0
+
+        Raises:
+            CallError: nobody gives one
+        """
+
+    async def begin(self, restart: Restart) -> Ledger | None:
+        """Have the weights become those that the run begins with, or begins anew. Returns the ledger, at stage 0.
+
+        Raises:
+            CallError: nobody gives the snapshot
+        """
+
+    async def adopt(self, root: str) -> bool:
+        """Have the weights become those of a root, if they are close to this seat's. Returns whether they are.
+
+        Raises:
+            CallError: nobody gives them
+        """
+
+
+@dataclass
+class _Averaging:
+    """An average that is being made."""
+
+    cut: Cut
+    scope: anyio.CancelScope
+
+
+class RoundDriver:
+    """Drives the rounds of one seat in one stage. Belongs to the event loop's thread.
+
+    Attributes:
+        contributions: those that this seat can bring
+        updates: the averages of the newest entries, by their hashes, for stage-mates
+        complaint: why it has not caught up, if so
+    """
+
+    def __init__(
+        self,
+        *,
+        agreement: Agreement,
+        stage: int,
+        workplace: Workplace,
+        averager: Averager,
+        sources: Sources,
+        changed: Condition,
+        ended: Callable[[Committed], None] = lambda committed: None,
+    ):
+        """Make a driver that has done nothing.
+
+        Args:
+            changed: notified whenever the core may ask for something else
+            ended: told of each entry that was applied
+        """
+        self.contributions = Contributions()
+        self.updates: dict[str, list[Tensor]] = {}
+        self.complaint = ""
+        self._agreement = agreement
+        self._stage = stage
+        self._workplace = workplace
+        self._averager = averager
+        self._sources = sources
+        self._changed = changed
+        self._ended = ended
+        self._tasks: TaskGroup | None = None
+        self._averaging: _Averaging | None = None
+        self._results: dict[str, list[Tensor]] = {}
+        # The entry that the weights embody, as far as this driver has brought them, and the restart that it is of.
+        self._applied: tuple[Restart | None, str] = (None, "")
+        self._opened: tuple[int, int] | None = None
+
+    @property
+    def member(self) -> Member | None:
+        """The core's part of this seat; None while it has no place in the stage."""
+        return self._agreement.core.members.get(self._stage)
+
+    async def run(self) -> None:
+        """Do what the core asks for, until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            while True:
+                await self._changed.wait_for(lambda: self._next() is not None)
+                if (step := self._next()) is not None:
+                    await self._try(step)
+                    self._agreement.look()
+
+    async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Take a step; one that needs what nobody gives is taken again after a pause."""
+        try:
+            await step()
+            self.complaint = ""
+        except CallError as error:
+            if self.complaint != str(error):
+                log.warning("waiting stage=%d reason=%s", self._stage, error)
+            self.complaint = str(error)
+            await anyio.sleep(RETRY_PAUSE_S)
+
+    def _next(self) -> Callable[[], Awaitable[None]] | None:
+        """The step that the core asks for; None if there is none."""
+        member = self.member
+        if member is None:
+            return None
+        if self._applied[0] != member.log.restart:
+            return self._begin
+        if member.state != self._applied[1] and member.state:
+            return self._apply
+        if member.is_behind:
+            return self._catch_up
+        if member.voiding is not None:
+            return self._void
+        if member.draining is not None:
+            return self._drain
+        if member.rooting is not None:
+            return self._tell_root
+        if member.adopting is not None:
+            return self._adopt
+        if self._cut_to_average() != (self._averaging.cut if self._averaging is not None else None):
+            return self._average
+        working = member.working
+        if self._opened != ((working.number, working.voids) if working is not None else None):
+            return self._open
+        return None
+
+    def _member(self) -> Member:
+        member = self.member
+        assert member is not None, "nothing is done without a place"
+        return member
+
+    # --- from one entry to the next
+
+    async def _begin(self) -> None:
+        """Begin where the run begins, or begins anew."""
+        member = self._member()
+        restart = member.log.restart
+        self._shut()
+        await self._workplace.discard()
+        self._results.clear()
+        self.updates.clear()
+        self.contributions.forget(restart.first_round)
+        if member.state:  # a newcomer has taken over a state before
+            self._applied = restart, member.state
+            return
+        if not member.log.is_empty:
+            self._applied = restart, ""  # others have gone on already
+            return
+        ledger = await self._sources.begin(restart)
+        if self.member is member and member.log.restart == restart:
+            base = base_of(self._stage, restart)
+            self._applied = restart, base
+            member.reached(base, ledger)
+
+    async def _apply(self) -> None:
+        """Bring the weights to the entry that the core has come to, whose updates this seat has."""
+        member = self._member()
+        restart, before = self._applied
+        rounds = {head: number for number, head in member.log.heads().items()}
+        self._shut()
+        for committed in member.log.since(rounds.get(before, member.log.next_round)):
+            await self._apply_entry(committed, self._results.pop(committed.entry.cut.hash, []))
+            self._applied = restart, committed.entry.hash
+            if committed.entry.hash == member.state:
+                break
+        self._applied = restart, member.state
+
+    async def _apply_entry(self, committed: Committed, averages: list[Tensor]) -> None:
+        cut = committed.entry.cut
+        await self._workplace.apply(averages)
+        self.updates[committed.entry.hash] = averages
+        while len(self.updates) > KEPT_UPDATES:
+            del self.updates[next(iter(self.updates))]
+        if cut.averages:
+            self.contributions.forget(cut.round + 1)
+        self._ended(committed)
+
+    async def _catch_up(self) -> None:
+        """Apply the updates that stage-mates have made, or take over a state."""
+        member = self._member()
+        self._shut()
+        rounds = {head: number for number, head in member.log.heads().items()}
+        try:
+            for committed in member.log.since(rounds.get(member.state, member.log.next_round)):
+                averages = await self._sources.update(committed) if committed.entry.cut.averages else []
+                await self._workplace.discard()
+                await self._apply_entry(committed, averages)
+                self._applied = member.log.restart, committed.entry.hash
+                member.reached(committed.entry.hash)
+        except CallError as error:
+            log.info("update_not_given stage=%d reason=%s", self._stage, error)
+        if member.is_behind:
+            state, ledger = await self._sources.state(member.log)
+            self._applied = member.log.restart, state
+            member.reached(state, ledger)
+
+    # --- within a round
+
+    def _shut(self) -> None:
+        self._workplace.close()
+        self._opened = None
+
+    async def _open(self) -> None:
+        working = self._member().working
+        if working is None:
+            self._shut()
+        else:
+            self._opened = working.number, working.voids
+            self._workplace.open(working.number)
+
+    async def _void(self) -> None:
+        member = self._member()
+        self._shut()
+        if (present := member.voiding) is not None:
+            await self._workplace.drain(present.number)
+            await self._workplace.discard()
+            member.voided(present.number)
+
+    async def _drain(self) -> None:
+        """Have a round end here, and hold what was computed in it."""
+        member = self._member()
+        self._shut()
+        if (present := member.draining) is None:
+            return
+        await self._workplace.drain(present.number)
+        own = member.work.own(present.number)
+        if own is not None and own.name.round == present.number:
+            means, weight = await self._workplace.contribution(present.number)
+            self.contributions.put(own.name, means, weight)
+        member.drained(present.number)
+
+    async def _tell_root(self) -> None:
+        member = self._member()
+        state = member.state
+        member.rooted(state, await self._workplace.root())
+
+    async def _adopt(self) -> None:
+        member = self._member()
+        cut = member.adopting
+        if cut is not None and await self._sources.adopt(cut.root):
+            member.adopted(cut)
+
+    def _cut_to_average(self) -> Cut | None:
+        member = self.member
+        return member.averaging if member is not None else None
+
+    async def _average(self) -> None:
+        """Begin to average the newest cut, and stop with any other."""
+        if self._averaging is not None:
+            self._averaging.scope.cancel()
+            self._averaging = None
+        if (cut := self._cut_to_average()) is not None:
+            assert self._tasks is not None
+            self._averaging = _Averaging(cut, anyio.CancelScope())
+            self._tasks.start_soon(self._average_cut, self._averaging)
+
+    async def _average_cut(self, averaging: _Averaging) -> None:
+        member, cut = self._member(), averaging.cut
+        with averaging.scope:
+            own = next(part for part in cut.parts if part.seat == member.me)
+            try:
+                averages = await self._mean_of(cut, [each.name for each in own.brings])
+                digest = await self._workplace.digest(averages) if cut.averages else ""
+            except AverageFailed as error:
+                log.warning("average_failed round=%d attempt=%d reason=%s", cut.round, cut.attempt, error)
+                member.failed(cut, error.blamed)
+            else:
+                self._results[cut.hash] = averages
+                member.averaged(cut, digest)
+            if self._averaging is averaging:
+                self._averaging = None
+            self._agreement.look()
+            self._changed.notify()
+
+    async def _mean_of(self, cut: Cut, names: Sequence[Name]) -> list[Tensor]:
+        if not cut.averages:
+            return []
+        means, weight = self.contributions.mean(names, self._workplace.shapes())
+        return await self._averager.average(cut, means, weight)

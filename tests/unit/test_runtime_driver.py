@@ -1,0 +1,393 @@
+"""Members that agree make the updates of one process, while they come, go and fail."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from random import Random
+
+import anyio
+import pytest
+import torch
+from agreeing import quickly, swarm, until
+
+from swarm_peer.errors import NotServing
+from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.data.ranges import SampleId, WindowRange
+from swarm_peer.protocol.log import Name, base_of
+from swarm_peer.protocol.statements import Seat
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.step import driver as driver_module
+from swarm_peer.runtime.step.contributions import Contributions
+from swarm_peer.runtime.step.driver import AverageFailed, RoundDriver
+from swarm_peer.wire.identity import Identity
+
+RATE = 0.25
+NUM_SLICES = 4
+SLICE = 1000
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    quickly(monkeypatch)
+    monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 0.02)
+
+
+def gradient(sample, weights):
+    """What a sample makes of some weights."""
+    generator = torch.Generator().manual_seed(hash(sample) % 2**31)
+    return torch.randn(3, generator=generator) + 0.5 * weights
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:32]
+
+
+class Shop:
+    """Weights of three values, and what was computed with them."""
+
+    def __init__(self):
+        self.weights = torch.zeros(3)
+        self.round = None
+        self.sums, self.count = torch.zeros(3), 0
+
+    def open(self, number):
+        self.round = number
+
+    def close(self):
+        self.round = None
+
+    async def drain(self, number):
+        assert self.round is None
+
+    def add(self, sample):
+        self.sums += gradient(sample, self.weights)
+        self.count += 1
+
+    async def contribution(self, number):
+        found = [self.sums / self.count], self.count
+        await self.discard()
+        return found
+
+    async def discard(self):
+        self.sums, self.count = torch.zeros(3), 0
+
+    async def apply(self, averages):
+        for average in averages:
+            self.weights = self.weights - RATE * average
+
+    async def root(self):
+        return digest(self.weights)
+
+    async def digest(self, averages):
+        return digest(averages[0])
+
+    def shapes(self):
+        return [torch.empty(3, device="meta")]
+
+
+class Board:
+    """Members of a cut lay their parts on it, and each adds them up in the same order.
+
+    Attributes:
+        silent: peers that lay nothing on it
+    """
+
+    def __init__(self):
+        self.parts = {}
+        self.silent = set()
+        self.changed = Condition()
+
+    def at(self, seat):
+        return partial(self._average, seat)
+
+    async def _average(self, seat, cut, means, weight):
+        parts = self.parts.setdefault(cut.hash, {})
+        if seat.peer not in self.silent:
+            parts[seat] = [mean * weight for mean in means], weight
+        self.changed.notify()
+        with anyio.move_on_after(0.5):
+            await self.changed.wait_for(lambda: set(parts) >= set(cut.seats))
+        if missing := frozenset(cut.seats) - set(parts):
+            raise AverageFailed("somebody is silent", missing)
+        total = sum(weight for _, weight in parts.values())
+        ordered = [parts[each][0][0] for each in sorted(cut.seats)]
+        return [sum(ordered[1:], ordered[0]) / max(total, 1)]
+
+
+class At:
+    """An averager of one seat."""
+
+    def __init__(self, average):
+        self.average = average
+
+
+class Others:
+    """Takes over what a seat lacks from the others' workshops."""
+
+    def __init__(self, rigs, own, stage):
+        self.rigs, self.own, self.stage = rigs, own, stage
+
+    def _mates(self):
+        return [rig for rig in self.rigs.values() if rig is not self.own and rig.stage == self.stage]
+
+    async def update(self, committed):
+        for rig in self._mates():
+            if (found := rig.driver.updates.get(committed.entry.hash)) is not None:
+                return found
+        raise NotServing("nobody has it")
+
+    async def state(self, log):
+        for rig in self._mates():
+            if rig.driver._applied[1] == log.head and rig.driver.member is not None:
+                self.own.shop.weights = rig.shop.weights.clone()
+                ledger = rig.driver.member.ledger
+                return log.head, ledger.copy() if ledger is not None else None
+        raise NotServing("nobody is there")
+
+    async def begin(self, restart):
+        assert not restart.entries
+        self.own.shop.weights = torch.zeros(3)
+        return Ledger(NUM_SLICES) if self.stage == 0 else None
+
+    async def adopt(self, root):
+        return False
+
+
+class Rig:
+    """One peer with its workshop."""
+
+    def __init__(self, peer, stage, board, rigs):
+        self.peer, self.stage, self.shop = peer, stage, Shop()
+        self.ended = []
+        self.driver = RoundDriver(
+            agreement=peer.agreement,
+            stage=stage,
+            workplace=self.shop,
+            averager=At(board.at(peer.core.membership.me)),
+            sources=Others(rigs, self, stage),
+            changed=peer.changed,
+            ended=self.ended.append,
+        )
+        self.next_window = {}
+        self.is_leaving = False
+
+    def take_over(self, rigs, other, state):
+        rig = rigs.get(other.identity.peer_id)
+        if rig is None or rig.driver._applied[1] != state:
+            return False
+        self.shop.weights = rig.shop.weights.clone()
+        return True
+
+    def launch(self, rigs, random):
+        """Compute a microbatch of one sample, if one may be."""
+        first = self.driver.member
+        if first is None or first.ledger is None or self.is_leaving:
+            return
+        first.wants_samples, first.wants_slices = 2, 1 - len(first.reads)
+        working = first.working
+        if working is None or self.shop.round != working.number or not first.may_launch(1):
+            return
+        number, slice_id = working.number, first.granted.slices[0]
+        mates = [rig for rig in rigs.values() if rig.stage == 1 and rig.shop.round == number and not rig.is_leaving]
+        mates = [rig for rig in mates if rig.driver.member is not None and rig.driver.member.working is not None]
+        if not mates:
+            return
+        mate = random.choice(mates)
+        left = first.ledger.uncounted(slice_id).next_window
+        window = self.next_window[slice_id] = max(left, self.next_window.get(slice_id, 0))
+        sample, base = SampleId(*slice_id, window), (first.base(number), mate.driver.member.base(number))
+        epoch = mate.peer.core.epoch
+        if not (mate.driver.member.work.admits(number, base) and first.work.admits(number, base)):
+            return
+        mate.shop.add(sample)
+        mate.driver.member.work.computed(number, base, weight=1, caller=first.me, num_samples=1)
+        receipt = mate.driver.member.receipt_for(first.me, number, epoch)
+        first.launched(1)
+        self.shop.add(sample)
+        samples = [WindowRange(*sample, window + 1)]
+        first.work.computed(number, base, weight=1, samples=samples, receipt=receipt)
+        self.next_window[slice_id] = window + 1
+        first.reads = tuple({*first.reads, slice_id})
+        self.peer.agreement.look()
+
+    async def leave(self, rigs, num_mates=2):
+        """Hand everything over, to several stage-mates, and give up the place."""
+        self.is_leaving = True
+        member = self.driver.member
+        working = member.working
+        if working is not None and (own := member.work.own(working.number)) is not None and self.shop.count:
+            means, weight = await self.shop.contribution(working.number)
+            self.driver.contributions.put(own.name, means, weight)
+        mates = [rig for rig in rigs.values() if rig.stage == self.stage and rig is not self and rig.driver.member]
+        for mate in mates[:num_mates]:
+            for contribution in member.to_hand_over():
+                if mate.driver.member.take_guest(contribution):
+                    mate.driver.contributions.put(contribution.name, *self.driver.contributions.get(contribution.name))
+        self.peer.core.membership.desired = frozenset()
+        self.peer.agreement.look()
+
+
+class Hall:
+    """Peers of two stages, with workshops."""
+
+    def __init__(self):
+        self.rigs = {}
+        self.board = Board()
+        self.random = Random(1)
+
+    async def work(self, own, others):
+        if not (stages := own.core.membership.desired - {-1}):
+            return
+        (stage,) = stages
+        rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.board, self.rigs)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rig.driver.run)
+            while True:
+                own.prepare([each for each in others if each is not own], partial(rig.take_over, self.rigs))
+                if stage == 0:
+                    rig.launch(self.rigs, self.random)
+                await anyio.sleep(0.001)
+
+    def rig(self, peer):
+        return self.rigs[peer.identity.peer_id]
+
+    def cuts(self, stage):
+        """The cuts of a stage, by round; all members have the same."""
+        found = {}
+        for rig in self.rigs.values():
+            for committed in rig.ended if rig.stage == stage else ():
+                cut = committed.entry.cut
+                assert found.setdefault(cut.round, committed).entry.hash == committed.entry.hash
+        return [found[number].entry.cut for number in sorted(found)]
+
+    def check(self):
+        """All have the weights that one process makes of the samples that have counted, in both stages."""
+        weights, by_head, seen = torch.zeros(3), {}, set()
+        by_head[base_of(0, self._restart())] = by_head[base_of(1, self._restart())] = weights
+        for ours, theirs in zip(self.cuts(0), self.cuts(1), strict=False):
+            samples = [SampleId(*i.slice_id, w) for i in ours.samples for w in range(i.start, i.end)]
+            assert not seen & set(samples), "nothing counts twice"
+            seen |= set(samples)
+            weight = [sum(each.weight for each in cut.brings) for cut in (ours, theirs)]
+            assert weight == [len(samples)] * 2
+            mean = torch.stack([gradient(sample, weights) for sample in samples]).mean(0)
+            weights = weights - RATE * mean
+            by_head[ours.parent, 1] = by_head[theirs.parent, 1] = weights
+        for rig in self.rigs.values():
+            for committed in rig.ended[-1:]:
+                expected = by_head.get((committed.entry.cut.parent, 1))
+                if expected is not None and rig.driver._applied[1] == committed.entry.hash:
+                    torch.testing.assert_close(rig.shop.weights, expected, rtol=1e-4, atol=1e-5)
+        return len(seen)
+
+    def _restart(self):
+        return next(rig.driver.member.log.restart for rig in self.rigs.values() if rig.driver.member is not None)
+
+
+def rounds_of(stage, count):
+    return lambda peer: stage in peer.core.members and peer.log(stage).next_round >= count
+
+
+def test_members_make_the_updates_of_one_process():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            more = [some.add(Identity.generate(), stage) for stage in (0, 0, 1, 1)]
+            await until(more, lambda peer: peer.core.membership.stages != frozenset())
+            start = first[0].log(0).next_round
+            for stage in (0, 1):
+                peers = [each for each in [*first, *more] if stage in each.core.membership.stages]
+                await until(peers, rounds_of(stage, start + 6))
+            assert hall.check() >= 8 * (start + 5)
+            assert max(len(cut.seats) for cut in hall.cuts(0)) == 3
+
+    anyio.run(run)
+
+
+def test_who_leaves_gives_its_work_to_several_and_it_counts_once():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            more = [some.add(Identity.generate(), stage) for stage in (0, 0, 1)]
+            await until(more, lambda peer: peer.core.membership.stages != frozenset())
+            leaver = hall.rig(more[0])
+            await until([more[0]], lambda peer: leaver.shop.count > 0)
+            await leaver.leave(hall.rigs)
+            await until(first[:1], lambda peer: len(peer.core.epoch.roster(0)) == 2)
+            start = first[0].log(0).next_round
+            await until(first[:1], rounds_of(0, start + 3))
+            given = {
+                each.name
+                for cut in hall.cuts(0)
+                for part in cut.parts
+                for each in part.brings
+                if each.name.seat != part.seat
+            }
+            assert len(given) == 1
+            hall.check()
+
+    anyio.run(run)
+
+
+def test_a_member_that_is_silent_in_an_average_is_left_out_and_takes_the_update_after():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            more = [some.add(Identity.generate(), stage) for stage in (1, 1)]
+            await until(more, lambda peer: peer.core.membership.stages != frozenset())
+            silent = more[1].identity.peer_id
+            hall.board.silent.add(silent)
+            start = first[0].log(0).next_round
+            await until([first[1], more[0]], rounds_of(1, start + 2))
+            hall.board.silent.clear()
+            await until([more[1]], rounds_of(1, start + 6))
+            last = hall.rig(more[1])
+            others = hall.rig(more[0])
+            await until([more[1], more[0]], lambda _: last.driver._applied == others.driver._applied)
+            assert torch.equal(last.shop.weights, others.shop.weights)
+
+    anyio.run(run)
+
+
+def test_a_leader_that_dies_leaves_the_others_going_on():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            more = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(more, lambda peer: peer.core.membership.stages != frozenset())
+            some.kill(first[0])
+            hall.rigs.pop(first[0].identity.peer_id)
+            await until(more[:1], lambda peer: peer.core.epoch.leader(0) == peer.core.membership.me)
+            start = more[0].log(0).next_round
+            await until(more[:1], rounds_of(0, start + 3))
+            await until(more[1:], rounds_of(1, start + 3))
+
+    anyio.run(run)
+
+
+def test_contributions_are_held_by_name():
+    held = Contributions()
+    a, b = (Name(Seat(peer, 1, ""), 4) for peer in "ab")
+    held.put(a, [torch.tensor([1.0, 3.0])], 1)
+    held.put(a, [torch.tensor([2.0, 4.0])], 1)
+    held.put(b, [torch.tensor([4.0, 0.0])], 3)
+    like = [torch.empty(2, device="meta")]
+    means, weight = held.mean([a], like)
+    assert weight == 1
+    assert torch.equal(means[0], torch.tensor([2.0, 4.0])), "one alone is not rounded"
+    means, weight = held.mean([a, b], like)
+    assert weight == 4
+    assert torch.equal(means[0], torch.tensor([3.5, 1.0]))
+    means, weight = held.mean([], like)
+    assert (weight, means[0].tolist()) == (0, [0.0, 0.0])
+    held.forget(5)
+    assert held.names == frozenset()
