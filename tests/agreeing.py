@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 from contexts import make_context, unparsed
 from memory_transport import MemoryNetwork, MemoryTransport
 
+from swarm_peer.config import AveragingSection
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
 from swarm_peer.protocol.log import Log
 from swarm_peer.protocol.messages import Timing
@@ -29,7 +30,7 @@ BATCH = 8
 def quickly(monkeypatch):
     """Nobody waits for long."""
     waits = {"propose_s": 0.01, "retry_s": 0.1, "resend_s": 0.05, "alive_s": 0.1, "status_s": 0.1, "silent_s": 0.5}
-    monkeypatch.setattr(agreement, "TIMING", Timing(**waits, probe_s=0.3, ready_s=0.3))
+    monkeypatch.setattr(agreement, "TIMING", Timing(**waits, probe_s=0.3, ready_s=5.0))
     monkeypatch.setattr(agreement, "TICK_S", 0.02)
 
 
@@ -77,7 +78,10 @@ def certified_first(coordinator: Identity) -> Certified:
 class Swarm:
     """A coordinator with the run key, and members of stages, each with somebody who does what its core asks for."""
 
-    def __init__(self, network, tasks, work: Work):
+    def __init__(self, network, tasks, work: Work, averaging: AveragingSection):
+        resolved = unparsed(HASH, global_batch_size=BATCH)
+        manifest = resolved.manifest.model_copy(update={"averaging": averaging})
+        self.resolved = replace(resolved, manifest=manifest)
         self.network = network
         self.tasks = tasks
         self.work = work
@@ -85,7 +89,7 @@ class Swarm:
         self.coordinator = self.add(Identity.generate(), COORDINATORS, has_key=True)
 
     def add(self, identity, *stages, has_key=False, life=1, ticket=agreement.OPEN):
-        context = make_context(unparsed(HASH, global_batch_size=BATCH), identity=identity, run_id=RUN.peer_id)
+        context = make_context(self.resolved, identity=identity, run_id=RUN.peer_id)
         transport = self.network.transport(identity.peer_id)
         part = Agreement(
             context=context,
@@ -119,9 +123,9 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(work: Work) -> AsyncIterator[Swarm]:
+async def swarm(work: Work, **averaging: object) -> AsyncIterator[Swarm]:
     async with MemoryNetwork() as network, anyio.create_task_group() as tasks:
-        yield Swarm(network, tasks, work)
+        yield Swarm(network, tasks, work, AveragingSection.model_validate(averaging))
         tasks.cancel_scope.cancel()
 
 

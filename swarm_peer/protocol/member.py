@@ -158,9 +158,13 @@ class Member:
 
     def base(self, number: int) -> str:
         """The head that microbatches of an open round are computed from."""
-        found = self.log.base_of(number, self._context.lag)
+        found = self.known_base(number)
         assert found is not None, "a round is open once it has a base"
         return found
+
+    def known_base(self, number: int) -> str | None:
+        """The same of any round; None if it is not known yet, or any more."""
+        return self.log.base_of(number, self._context.lag)
 
     def launched(self, num_samples: int) -> None:
         """A microbatch was launched in the round that is worked at."""

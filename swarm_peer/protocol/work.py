@@ -204,11 +204,18 @@ class Work:
         return [*(each for each in own if each is not None), *self.guests.values()]
 
     def void(self, number: int) -> None:
-        """Give up what was computed in a round, since it began from other heads."""
+        """Give up what was computed in a round: it began from other heads, or the device has lost it."""
         present = self.open[number]
         made, name = present.computed, Name(self._me, self._context.decided_in(number))
-        self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
+        if made.weight:
+            self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
         present.computed, present.voids, present.is_void = Computed(), present.voids + 1, False
+
+    def void_all(self) -> None:
+        """Give up what was computed in all rounds that go on here."""
+        for number, present in self.open.items():
+            if not present.is_drained:
+                self.void(number)
 
     def end_round(self, cut: Cut) -> OpenRound | None:
         """A round is committed. Returns what was known of it."""

@@ -45,6 +45,23 @@ class AverageFailed(Exception):
         self.blamed = blamed
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A state that was taken over.
+
+    Attributes:
+        weights: the entry that the weights embody now
+        updates: the averages of entries after that, by their hashes, where updates are delayed
+        state: the last of these entries
+        ledger: after that entry, at stage 0
+    """
+
+    weights: str
+    updates: dict[str, list[Tensor]]
+    state: str
+    ledger: Ledger | None
+
+
 class Averager(Protocol):
     """Makes the average of what the members of a cut bring: the same numbers at all of them."""
 
@@ -101,11 +118,8 @@ class Sources(Protocol):
             CallError: nobody gives them
         """
 
-    async def state(self, log: Log) -> tuple[str, Ledger | None]:
-        """Have the weights become those of a stage-mate at the head of the log, or one of its newest entries.
-
-        Returns:
-            the hash of the entry that they embody now, and the ledger, at stage 0
+    async def state(self, log: Log) -> Taken:
+        """Have the weights become those of a stage-mate, at one of the newest entries of the log.
 
         Raises:
             CallError: nobody gives one
@@ -173,8 +187,9 @@ class RoundDriver:
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
         self._results: dict[str, list[Tensor]] = {}
-        # The entry that the weights embody, as far as this driver has brought them, and the restart that it is of.
-        self._applied: tuple[Restart | None, str] = (None, "")
+        # The entry that the weights embody, and the restart that it is of. Where updates are delayed, a round goes on
+        # with the weights that it began with, while the core has come further.
+        self._weights: tuple[Restart | None, str] = (None, "")
         self._opened: tuple[int, int] | None = None
 
     @property
@@ -207,12 +222,13 @@ class RoundDriver:
         member = self.member
         if member is None:
             return None
-        if self._applied[0] != member.log.restart:
+        if self._weights[0] != member.log.restart:
             return self._begin
-        if member.state != self._applied[1] and member.state:
-            return self._apply
+        self._collect(member)
         if member.is_behind:
             return self._catch_up
+        if self._due(member) is not None:
+            return self._apply
         if member.voiding is not None:
             return self._void
         if member.draining is not None:
@@ -223,10 +239,13 @@ class RoundDriver:
             return self._adopt
         if self._cut_to_average() != (self._averaging.cut if self._averaging is not None else None):
             return self._average
+        return self._open if self._opened != self._to_open(member) else None
+
+    def _to_open(self, member: Member) -> tuple[int, int] | None:
         working = member.working
-        if self._opened != ((working.number, working.voids) if working is not None else None):
-            return self._open
-        return None
+        if working is None or member.known_base(working.number) != self._weights[1]:
+            return None
+        return working.number, working.voids
 
     def _member(self) -> Member:
         member = self.member
@@ -244,59 +263,77 @@ class RoundDriver:
         self._results.clear()
         self.updates.clear()
         self.contributions.forget(restart.first_round)
-        if member.state:  # a newcomer has taken over a state before
-            self._applied = restart, member.state
+        if member.state:  # a newcomer has taken it over before
+            self._weights = restart, member.state
             return
         if not member.log.is_empty:
-            self._applied = restart, ""  # others have gone on already
+            self._weights = restart, ""  # others have gone on already
             return
         ledger = await self._sources.begin(restart)
         if self.member is member and member.log.restart == restart:
             base = base_of(self._stage, restart)
-            self._applied = restart, base
+            self._weights = restart, base
             member.reached(base, ledger)
 
-    async def _apply(self) -> None:
-        """Bring the weights to the entry that the core has come to, whose updates this seat has."""
-        member = self._member()
-        restart, before = self._applied
-        rounds = {head: number for number, head in member.log.heads().items()}
-        self._shut()
-        for committed in member.log.since(rounds.get(before, member.log.next_round)):
-            await self._apply_entry(committed, self._results.pop(committed.entry.cut.hash, []))
-            self._applied = restart, committed.entry.hash
-            if committed.entry.hash == member.state:
-                break
-        self._applied = restart, member.state
+    def _due(self, member: Member) -> Committed | None:
+        """The entry whose update the weights should have next; None if the round that goes on begins with these."""
+        number = member.log.next_round
+        while number in member.work.open and member.work.open[number].is_drained:
+            number += 1
+        bases = (member.known_base(each) for each in range(number, member.log.next_round - 1, -1))
+        due = next((base for base in bases if base is not None), None)
+        rounds = {head: begun for begun, head in member.log.heads().items()}
+        if due is None or self._weights[1] not in rounds or rounds[self._weights[1]] >= rounds[due]:
+            return None
+        return member.log.since(rounds[self._weights[1]])[0]
 
-    async def _apply_entry(self, committed: Committed, averages: list[Tensor]) -> None:
-        cut = committed.entry.cut
-        await self._workplace.apply(averages)
-        self.updates[committed.entry.hash] = averages
-        while len(self.updates) > KEPT_UPDATES:
-            del self.updates[next(iter(self.updates))]
-        if cut.averages:
-            self.contributions.forget(cut.round + 1)
+    async def _apply(self) -> None:
+        """Bring the weights to the next entry, whose update this seat has."""
+        member = self._member()
+        committed = self._due(member)
+        if committed is None:
+            return
+        entry = committed.entry
+        self._shut()
+        await self._workplace.apply(self.updates[entry.hash])
+        self._weights = member.log.restart, entry.hash
+        self._drop_old_updates(member)
+        if entry.cut.averages:
+            self.contributions.forget(entry.cut.round + 1)
         self._ended(committed)
 
+    def _collect(self, member: Member) -> None:
+        """Keep the results of cuts that have become entries, by these."""
+        for entry in (committed.entry for committed in member.log.committed[-KEPT_UPDATES:]):
+            if not entry.cut.averages:
+                self.updates.setdefault(entry.hash, [])
+            elif entry.cut.hash in self._results:
+                self.updates[entry.hash] = self._results.pop(entry.cut.hash)
+
+    def _drop_old_updates(self, member: Member) -> None:
+        applied = [head for _, head in sorted(member.log.heads().items())]
+        applied = applied[: applied.index(self._weights[1]) + 1]
+        kept = {*applied[-KEPT_UPDATES:], *set(member.log.heads().values()) - set(applied)}
+        self.updates = {entry: averages for entry, averages in self.updates.items() if entry in kept}
+
     async def _catch_up(self) -> None:
-        """Apply the updates that stage-mates have made, or take over a state."""
+        """Take over the updates that stage-mates have made, or a state."""
         member = self._member()
         self._shut()
         rounds = {head: number for number, head in member.log.heads().items()}
         try:
             for committed in member.log.since(rounds.get(member.state, member.log.next_round)):
-                averages = await self._sources.update(committed) if committed.entry.cut.averages else []
-                await self._workplace.discard()
-                await self._apply_entry(committed, averages)
-                self._applied = member.log.restart, committed.entry.hash
+                if committed.entry.cut.averages:
+                    self.updates[committed.entry.hash] = await self._sources.update(committed)
                 member.reached(committed.entry.hash)
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
-            state, ledger = await self._sources.state(member.log)
-            self._applied = member.log.restart, state
-            member.reached(state, ledger)
+            taken = await self._sources.state(member.log)
+            member.work.void_all()
+            self._weights = member.log.restart, taken.weights
+            self.updates = dict(taken.updates)
+            member.reached(taken.state, taken.ledger)
 
     # --- within a round
 
@@ -305,12 +342,14 @@ class RoundDriver:
         self._opened = None
 
     async def _open(self) -> None:
-        working = self._member().working
-        if working is None:
+        if (to_open := self._to_open(self._member())) is None:
             self._shut()
         else:
-            self._opened = working.number, working.voids
-            self._workplace.open(working.number)
+            if not self._member().work.open[to_open[0]].computed.weight:
+                # The accumulator may hold what came too late for the round before.
+                await self._workplace.discard()
+            self._opened = to_open
+            self._workplace.open(to_open[0])
 
     async def _void(self) -> None:
         member = self._member()
