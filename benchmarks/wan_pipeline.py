@@ -199,7 +199,7 @@ def train(workload: Workload, schedule_name: str, rank: int, spans: SpanWriter) 
 
 def average(trainer: StageTrainer, workload: Workload, mates: distributed.ProcessGroup) -> None:
     """Average as many numbers over the pipelines as the averaging codec makes of all gradients."""
-    parameters = list(trainer.module.parameters())
+    parameters = list(trainer.trained.values())
     for parameter in parameters:
         if parameter.grad is None:  # compute_little() leaves most weights out, but their bytes count
             parameter.grad = torch.zeros_like(parameter)

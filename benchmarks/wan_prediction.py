@@ -32,6 +32,7 @@ def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
         StageWork(
             layers=workload.layers_per_stage,
             parameters=1,
+            trained=1,
             flops=workload.microbatch_s,
             activation_bytes=sent if stage < last else 0.0,
             gradient_bytes=returned if stage else 0.0,

@@ -105,7 +105,7 @@ class AveragedBaseline(Baseline):
                 of_stage.append((torch.cat([g.flatten() for g in trainer.mean_gradients()]), trainer.num_samples))
                 trainer.discard_gradients()
         for trainer, of_stage in zip(self.trainers, gradients, strict=True):
-            shapes = [parameter.shape for parameter in trainer.module.parameters()]
+            shapes = trainer.shapes
             means = torch.split(self._average(trainer.spec.index, of_stage), [shape.numel() for shape in shapes])
             trainer.apply([mean.view(shape) for mean, shape in zip(means, shapes, strict=True)])
         return loss_sum / num_samples, num_samples

@@ -104,7 +104,7 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
 
 def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> list[str]:
     memory_gb = max((work.host_bytes for work in works), default=0.0) / 1e9
-    largest_gb = max((state_bytes(manifest, work.parameters) for work in works), default=0.0) / 1e9
+    largest_gb = max((state_bytes(manifest, work.trained) for work in works), default=0.0) / 1e9
     # Of its own stage and of the next one; and one more of each while it is written.
     num_states = (SNAPSHOTS_KEPT + 1) * min(2, len(works)) if manifest.recovery.snapshot_every else 0
     disk = f", and {num_states * largest_gb:.1f} GB of disk for snapshots" if num_states else ""

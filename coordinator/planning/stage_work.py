@@ -55,10 +55,11 @@ def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) 
     return StageWork(
         layers=len(spec.layers),
         parameters=costs.parameters,
+        trained=costs.trained,
         flops=float(costs.flops * length),
         activation_bytes=0.0 if spec.is_last else hop_bytes(length, hidden_size, manifest.wire.activations),
         gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
-        averaging_bytes=codec_bytes(costs.parameters, manifest.averaging.compression),
+        averaging_bytes=codec_bytes(costs.trained, manifest.averaging.compression),
         memory=costs.memory,
         host_bytes=costs.host_bytes,
     )

@@ -140,7 +140,7 @@ class Assembly:
         averager = GradientAverager(
             context=context,
             stage=spec.index,
-            shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
+            shapes=self.trainer.shapes,
             transport=self.peer.transport,
         )
         barrier = self._make_barrier(core, progress)

@@ -347,7 +347,7 @@ def momentum_not_loaded() -> Any:
     """A peer that takes over a state begins with an optimizer's state of zeros."""
 
     async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
-        weights = set(loop._trainer.module.state_dict())
+        weights = set(loop._trainer.trained)
         tensors = {
             name: tensor if name in weights else torch.zeros_like(tensor) for name, tensor in state.tensors.items()
         }

@@ -53,7 +53,7 @@ def finite_gradients_discarded() -> Any:
     """Gradients that are finite are thrown away, and reported lost: the check is the wrong way round."""
 
     def discard_if_not_finite(trainer: Any) -> int:
-        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in trainer.module.parameters())
+        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in trainer.trained.values())
         return int(trainer.discard_gradients()) if is_finite else 0
 
     return patch.object(StageTrainer, "discard_if_not_finite", discard_if_not_finite)

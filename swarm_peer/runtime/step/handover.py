@@ -89,7 +89,7 @@ class GradientHandover:
         self._most_held = barrier.most_brought
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
-        self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
+        self._shapes = core.trainer.strategy.num_given * core.trainer.shapes
         self._num_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         self._sent: dict[str, Transfer] = {}  # what this peer has sent, by the stage-mate that it sent it to
         self._committing = anyio.Lock()

@@ -97,7 +97,7 @@ class StepLoop:
         self._downloads = StateDownloads(
             context=context,
             stage=core.stage,
-            shapes=[parameter.shape for parameter in core.trainer.module.parameters()],
+            shapes=core.trainer.shapes,
             swarm=swarm,
             snapshots=own_work.snapshots,
         )
