@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_peer.config import OptimizerSection, RunManifest, codec_bytes
+from swarm_peer.codecs import find_codec
+from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -141,9 +142,10 @@ def _microbatch_bytes(stage: _Stage) -> float:
         copied = stage.costs.head.parameters if spec.is_last else 0
         copied += 0 if stage.checkpoints else stage.layers.parameters
         kept += 2.0 * copied
-    if stage.on_cpu and wire.activations != "none":
+    codec = find_codec(wire.activations)
+    if stage.on_cpu and not codec.is_exact:
         # As they came and as they go; without a codec they are the tensors themselves.
-        kept += codec_bytes(stage.hidden_values, wire.activations) * (2 - spec.is_first - spec.is_last)
+        kept += codec.num_bytes(stage.hidden_values) * (2 - spec.is_first - spec.is_last)
     return kept
 
 
@@ -193,4 +195,4 @@ def _host_bytes(stage: _Stage) -> float:
     state = state_bytes(manifest, trained)  # one copy: a snapshot that is being written, or for a newcomer
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
-    return averaging + kept + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)
+    return averaging + kept + state + replies * find_codec(manifest.wire.gradients).num_bytes(stage.hidden_values)

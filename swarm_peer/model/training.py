@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from swarm_peer.codecs import find_codec
+from swarm_peer.codecs.floats import FP16_SCALE
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
 from swarm_peer.model.clipping import Clipper
@@ -39,10 +41,6 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
 from swarm_peer.model.stage import StageModule, allocate, initialise, trained_parameters
 from swarm_peer.model.strategies import strategy_of
-
-# Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
-# power of two changes no digits; a larger one would leave too little below fp16's end at 65504.
-FP16_LOSS_SCALE = 2.0**10
 
 
 class StageTrainer:
@@ -92,8 +90,8 @@ class StageTrainer:
         self.optimizer = make_optimizer(manifest.optimizer, self.trained)
         self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
-        fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
-        self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
+        own_scale = FP16_SCALE if manifest.model.precision == "fp16" else 1.0
+        self.loss_scale = max(own_scale, find_codec(manifest.wire.gradients).scale)
         # Tells passes before a change of weights from those after it, even at one optimizer step.
         self.weights_version = 0
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import msgpack
 import pytest
@@ -27,7 +27,7 @@ from test_wire_records import ASSIGNMENT, RECORDS
 
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.addresses import INVITE_PREFIX
-from swarm_peer.config import Codec
+from swarm_peer.codecs import CODECS
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.policy.agreement import Vote, agree
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
@@ -97,7 +97,6 @@ MOST_BYTES = 32 * 2**20
 MOST_SENT_BYTES = 2**20
 
 MANIFEST = manifest()
-CODECS = get_args(Codec)
 COUNTS = ((PEER.peer_id, seal(Progress(round_number=1, samples=2, claimed=2, loss_sum=1.0), HASH, PEER)),)
 IN_ROUND = {"manifest": HASH, "stage": 1, "round_number": 1}
 TIMELINE = dict.fromkeys(
@@ -430,7 +429,7 @@ def read_ledger(rng: Chance) -> Iterator[Callable[[], Any]]:
 
 
 def read_tensor(rng: Chance) -> Iterator[Callable[[], Any]]:
-    codec, shape = rng.choice(CODECS), (2, rng.choice((0, 1, 3, 300)))
+    codec, shape = rng.choice(list(CODECS)), (2, rng.choice((0, 1, 3, 300)))
     exact = encoded_bytes(shape, codec)
     length = exact if rng.random() < 0.5 else max(0, exact + rng.choice((-256, -4, -1, 1, 4, 5, 256)))
     data = memoryview(bytearray(rng.randbytes(length)))

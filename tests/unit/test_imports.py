@@ -79,8 +79,14 @@ def test_policy_has_no_clock_and_no_dice(path):
 def test_wire_does_not_know_the_runtime_and_the_model(path):
     for name in imports_of(path):
         if is_in(name, "swarm_peer", "coordinator"):
-            allowed = ("wire", "protocol", "policy", "config", "config_errors", "errors", "addresses")
+            allowed = ("wire", "protocol", "policy", "codecs", "config", "config_errors", "errors", "addresses")
             assert is_in(name, *(f"swarm_peer.{each}" for each in allowed)), f"{ids(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/codecs"), ids=ids)
+def test_codecs_know_nothing_else(path):
+    for name in imports_of(path):
+        assert not is_in(name, "swarm_peer") or is_in(name, "swarm_peer.codecs"), f"{ids(path)} imports {name}"
 
 
 @pytest.mark.parametrize("path", modules_under("swarm_peer/model"), ids=ids)
@@ -110,6 +116,7 @@ COORDINATOR_KNOWS = (
     *(
         "swarm_peer.addresses",
         "swarm_peer.cli",
+        "swarm_peer.codecs",
         "swarm_peer.config",
         "swarm_peer.config_errors",
         "swarm_peer.errors",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio
 import torch
 
-from swarm_peer.config import Codec
+from swarm_peer.codecs import PLAIN
 from swarm_peer.errors import HopFailed, InvalidMessage, NotFinite, NotServing, RoundClosed, first_line
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
@@ -247,7 +247,7 @@ class StageExecutor:
                 self._check_output(output)
                 return _Pass(graph, self._encode(output, wire.activations))
             if microbatch.mode == "predict":
-                return _Pass(logits=self._encode(output, "none"))
+                return _Pass(logits=self._encode(output, PLAIN))
             loss_sum = float(output.sum())
         if not abs(loss_sum) <= MAX_LOSS:
             raise NotFinite(
@@ -313,7 +313,7 @@ class StageExecutor:
             raise NotFinite(f"what this stage computed cannot be sent: {error}") from error
 
     @staticmethod
-    def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:
+    def _encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> memoryview:
         try:
             return encode(tensor, codec, seed)
         except OverflowError as error:

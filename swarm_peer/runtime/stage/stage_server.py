@@ -14,6 +14,7 @@ from functools import partial
 
 import anyio
 
+from swarm_peer.codecs import PLAIN
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
 from swarm_peer.policy.routing import num_callers
 from swarm_peer.policy.step_state import Phase
@@ -191,7 +192,7 @@ class StageServer:
         longest = self._manifest.data.sequence_length
         if call.length > longest or (call.mode not in QUERIES and call.length != longest):
             raise InvalidMessage(f"{call.mode} with {call.length} tokens a sample; the run's samples have {longest}")
-        logit_bytes = encoded_bytes((call.num_samples, self._resolved.vocab_size), "none")
+        logit_bytes = encoded_bytes((call.num_samples, self._resolved.vocab_size), PLAIN)
         if call.mode == "predict" and logit_bytes > MAX_LOGITS_BYTES:
             raise InvalidMessage(f"logits for {call.num_samples} samples are more than {MAX_LOGITS_BYTES} bytes")
         expected = [4 * call.num_samples * (call.length + (call.mode != "predict"))]
