@@ -30,10 +30,11 @@ from coordinator.run.options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.plain_text import without_controls
 from coordinator.watch.promises import Promises
-from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
+from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN
 from swarm_peer.errors import UserError
+from swarm_peer.initial_peers import check_initial_peers
 
 if TYPE_CHECKING:
     from coordinator.run.service import RunService
@@ -67,7 +68,7 @@ def serve(
     """
     configure_logging(log_level)
     check_installed(log_to)
-    check_peer_addresses(node.initial_peers)
+    check_initial_peers(node.initial_peers)
     check_own_addresses(node.host_maddrs, node.announce_maddrs)
     check_metrics_place(node.metrics_host, node.metrics_port)
     if min_replicas > 1 and not rebalance:

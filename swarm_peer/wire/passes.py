@@ -15,7 +15,6 @@ import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field
 
-from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.wire.fields import Seconds
 from swarm_peer.wire.identity import Identity, id_of_key, is_peer_id, key_of_id
@@ -27,6 +26,7 @@ from swarm_peer.wire.short_addresses import pack_addresses, unpack_addresses
 MAX_PASS_BYTES = 1024
 # Most revoked tickets, and peers, that fit MAX_STORED_BYTES.
 MAX_TICKETS_REVOKED = 120
+INVITE_PREFIX = "swarm-invite-"
 # Long invites would be addresses without end; a terminal takes 4096 characters in one line.
 MAX_INVITE_CHARS = 4000
 # Of one invite, the first ones. A newcomer tries all of them before it dials any.

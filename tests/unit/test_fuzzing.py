@@ -26,7 +26,6 @@ from test_wire_places import COORDINATOR, GOOD, HASH, PEER, RUN, RUN_KEY, key_id
 from test_wire_records import ASSIGNMENT, RECORDS
 
 from coordinator.watch.run_watch import RunWatch
-from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.codecs import CODECS
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.policy.agreement import Vote, agree
@@ -73,7 +72,7 @@ from swarm_peer.wire.messages import (
     VoteReply,
 )
 from swarm_peer.wire.packing import unpack
-from swarm_peer.wire.passes import Invite, PassRecord, Revocations, RevocationsRecord, open_pass
+from swarm_peer.wire.passes import INVITE_PREFIX, Invite, PassRecord, Revocations, RevocationsRecord, open_pass
 from swarm_peer.wire.places import RecordPlaces
 from swarm_peer.wire.records import (
     Announcement,

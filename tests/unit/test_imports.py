@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.config_errors",
         "swarm_peer.errors",
         "swarm_peer.files",
+        "swarm_peer.initial_peers",
         "swarm_peer.policy",
         "swarm_peer.wire",
     ),
@@ -165,6 +167,25 @@ def test_hivemind_stays_inside_its_adapters():
     found = {path.name for path in modules_under("swarm_peer") if any(is_in(n, "hivemind") for n in imports_of(path))}
     assert found <= HIVEMIND_ADAPTERS
     assert found, "the test finds imports"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside of functions are there for a quick `--help`, and do not hide a circle."""
+    files = {module_of(path): path for path in modules_under("swarm_peer", "coordinator")}
+    graph = {name: files.keys() & set(imports_of(path)) for name, path in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_the_wall_sees_a_circle_through_a_function(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for name, text in {"a": "from swarm_peer import b", "b": "def x():\n import swarm_peer.c", "c": ""}.items():
+        (tmp_path / "swarm_peer").mkdir(exist_ok=True)
+        (tmp_path / "swarm_peer" / f"{name}.py").write_text(text)
+    test_no_modules_import_each_other_in_a_circle()
+    imports_of.cache_clear()
+    (tmp_path / "swarm_peer" / "c.py").write_text("from swarm_peer.a import y")
+    with pytest.raises(graphlib.CycleError):
+        test_no_modules_import_each_other_in_a_circle()
 
 
 def test_the_wall_sees_all_kinds_of_imports(tmp_path, monkeypatch):

@@ -8,12 +8,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.identities import KeptFile
 from swarm_peer.runtime.network.pass_checker import SEEN_S, PassChecker
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import MAX_INVITE_ADDRESSES, Invite, Revocations, Revoked, Ticket, open_pass
+from swarm_peer.wire.passes import INVITE_PREFIX, MAX_INVITE_ADDRESSES, Invite, Revocations, Revoked, Ticket, open_pass
 from swarm_peer.wire.records import seal
 
 RUN, OTHER_RUN = Identity.generate(), Identity.generate()
