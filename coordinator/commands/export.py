@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from coordinator.commands.options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
+from coordinator.commands.shared_options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
 from coordinator.watch.promises import Promises
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import CHECKPOINTS, RUN
@@ -52,7 +52,7 @@ def export(
             f"--output {output}: the run of {folder} saves its own model there at its end; name another one"
         )
 
-    from coordinator.checkpoints.export import export_checkpoint, export_run
+    from coordinator.checkpoints.model_folder import export_checkpoint, export_run
 
     with (promises := Promises()).told_at_end():
         if checkpoint is not None:

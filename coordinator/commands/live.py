@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import (
+from coordinator.commands.shared_options import (
     DASHBOARD,
     CacheDir,
     Count,
@@ -43,7 +43,7 @@ def status(
     configure_logging("warning")
     check_initial_peers(initial_peers)
     from coordinator.run.found_runs import addresses_of_run
-    from coordinator.watch.live import peers_table, run_table
+    from coordinator.watch.live_view import peers_table, run_table
     from coordinator.watch.observer import look_once, observe_run
     from coordinator.watch.summary import summarise
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import Config, Count, Json, NotNegative, Overrides, Positive
+from coordinator.commands.shared_options import Config, Count, Json, NotNegative, Overrides, Positive
 from coordinator.config_files import load_manifest
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import RUN, Addresses

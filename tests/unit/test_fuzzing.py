@@ -28,7 +28,6 @@ from test_wire_records import ASSIGNMENT, RECORDS
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.codecs import CODECS
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
-from swarm_peer.policy.agreement import Vote, agree
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
@@ -36,6 +35,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, SnapshotRef, choose_rewind, credible, find_standing
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, fault_of
+from swarm_peer.policy.voting import AveragingVote, agree
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.progress import ProgressBook
@@ -344,7 +344,7 @@ def use(body: AnyBody, rng: Chance) -> None:
             refs = [SnapshotRef(*ref) for ref in body.snapshots]
             choose_rewind({"a": [SnapshotRef(0, 2, 2)], "b": refs}, 2, 1, standing.optimizer_step, 0)
         case VoteReply(attempt=int() as attempt):
-            votes = {"me": Vote(attempt, "x", 2), "other": Vote(attempt, body.checksum, body.samples)}
+            votes = {"me": AveragingVote(attempt, "x", 2), "other": AveragingVote(attempt, body.checksum, body.samples)}
             agree("me", votes, may_retry=rng.random() < 0.5)
         case LeaseReply() | LeaseCall():
             ledger = SampleLedger(64)

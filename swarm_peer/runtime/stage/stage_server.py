@@ -22,8 +22,8 @@ from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply
-from swarm_peer.runtime.stage.core import ReplicaCore
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import MAX_LOGITS_BYTES, QUERIES, Body, MicrobatchCall, MicrobatchReply
@@ -172,7 +172,7 @@ class StageServer:
             self._callers = view, round_number, number
         return number
 
-    def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
+    def _check_timeline(self, microbatch: Microbatch, entered: ReplicaRound) -> None:
         """Refuse a microbatch of another timeline.
 
         After the run was cut in two, both parts may be in a round of the same number, with different weights.
