@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from links import LinkOptions
 from processes import adopt_orphans
@@ -46,7 +46,7 @@ from wan_report import Results, add_line, commit, machine, read_lines, table, wr
 from wan_swarm import measure_swarm
 from wan_workload import AveragingMode, Workload
 
-from swarm_peer.config import Codec
+from swarm_peer.codecs import CODECS
 
 ARM = re.compile(r"(?P<system>\w+)(/(?P<wire>\w+))?@(?P<latency>[\d.]+)(\+-(?P<jitter>[\d.]+))?")
 SWARMS: dict[str, AveragingMode] = {"swarm": "synchronous", "delayed": "delayed", "periodic": "periodic"}
@@ -65,7 +65,7 @@ class Arm:
     name: str
     system: str
     links: LinkOptions
-    wire: Codec | None = None
+    wire: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -78,8 +78,8 @@ class Arm:
         if match is None or match["system"] not in SYSTEMS:
             raise argparse.ArgumentTypeError(f"{text}: an arm is {'|'.join(SYSTEMS)}@MS or @MS+-MS")
         wire: Any = match["wire"]
-        if wire not in (None, *get_args(Codec)):
-            raise argparse.ArgumentTypeError(f"{text}: {wire} is no codec; choose one of {', '.join(get_args(Codec))}")
+        if wire not in (None, *CODECS):
+            raise argparse.ArgumentTypeError(f"{text}: {wire} is no codec; choose one of {', '.join(CODECS)}")
         latency_s, jitter_s = float(match["latency"]) / 1000, float(match["jitter"] or 0) / 1000
         return cls(text, match["system"], LinkOptions(latency_s, jitter_s), wire)
 

@@ -39,7 +39,7 @@ from wan_timeline import FORWARD_SHARE, SpanWriter, compute_little, read_spans, 
 from wan_workload import Workload
 
 from coordinator.run.local_peers import Process
-from swarm_peer.config import Codec, codec_bytes
+from swarm_peer.codecs import find_codec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule
 from swarm_peer.model.training import StageTrainer
@@ -136,9 +136,9 @@ class ThinStage(torch.nn.Module):
         return output if self.stage.spec.is_last else output.view(1, -1)[:, : self._num_sent].contiguous()
 
 
-def numbers_of(count: int, codec: Codec) -> int:
+def numbers_of(count: int, codec: str) -> int:
     """How many fp32 numbers take the bytes that a codec makes of so many."""
-    return min(count, round(codec_bytes(count, codec) / 4))
+    return min(count, round(find_codec(codec).num_bytes(count) / 4))
 
 
 def loss_sum(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ def train(workload: Workload, schedule_name: str, rank: int, spans: SpanWriter) 
 
 def average(trainer: StageTrainer, workload: Workload, mates: distributed.ProcessGroup) -> None:
     """Average as many numbers over the pipelines as the averaging codec makes of all gradients."""
-    parameters = list(trainer.module.parameters())
+    parameters = list(trainer.trained.values())
     for parameter in parameters:
         if parameter.grad is None:  # compute_little() leaves most weights out, but their bytes count
             parameter.grad = torch.zeros_like(parameter)

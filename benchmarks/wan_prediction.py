@@ -10,7 +10,7 @@ from wan_workload import Workload
 from coordinator.planning.link_choices import step_settings
 from coordinator.planning.peers_file import AVERAGING_GAIN, USUAL_LINK_UTILISATION
 from coordinator.planning.stage_work import hop_bytes
-from swarm_peer.config import codec_bytes
+from swarm_peer.codecs import find_codec
 from swarm_peer.policy.planning.performance_model import Predictor
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.stage_memory import StageMemory
@@ -32,10 +32,11 @@ def predicted_round_s(workload: Workload, links: LinkOptions) -> float:
         StageWork(
             layers=workload.layers_per_stage,
             parameters=1,
+            trained=1,
             flops=workload.microbatch_s,
             activation_bytes=sent if stage < last else 0.0,
             gradient_bytes=returned if stage else 0.0,
-            averaging_bytes=codec_bytes(numbers, workload.averaging),
+            averaging_bytes=find_codec(workload.averaging).num_bytes(numbers),
             memory=NO_MEMORY,
         )
         for stage, numbers in enumerate(workload.num_parameters())

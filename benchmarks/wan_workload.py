@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "integ
 
 from swarm import GPT2, tiny_manifest
 
-from swarm_peer.config import Codec, RunManifest, codec_bytes
+from swarm_peer.codecs import find_codec
+from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule
 
@@ -44,9 +45,9 @@ class Workload:
     width: int = 32
     layers_per_stage: int = 1
     sequence_length: int = 16
-    averaging: Codec = "none"
+    averaging: str = "none"
     averaging_mode: AveragingMode = "synchronous"
-    wire: Codec = "fp16"
+    wire: str = "fp16"
 
     @property
     def ideal_s(self) -> float:
@@ -55,13 +56,13 @@ class Workload:
 
     def activation_bytes(self) -> float:
         """X times the bandwidth: what a peer between two others sends in a round, activations and gradients."""
-        hop_bytes = codec_bytes(self.sequence_length * self.width, self.wire)
+        hop_bytes = find_codec(self.wire).num_bytes(self.sequence_length * self.width)
         return 2 * hop_bytes * self.num_microbatches / self.num_peers
 
     def averaging_bytes(self) -> float:
         """A times the bandwidth: what a peer of the second stage sends in an averaging round."""
         numbers = self.num_parameters()[min(1, self.num_stages - 1)]
-        return 2 * (self.num_peers - 1) / self.num_peers * codec_bytes(numbers, self.averaging)
+        return 2 * (self.num_peers - 1) / self.num_peers * find_codec(self.averaging).num_bytes(numbers)
 
     def longest_round_s(self, bytes_per_s: float) -> float:
         """How long to wait for a round over links of such a bandwidth, 0 for no limit."""

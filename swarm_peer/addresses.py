@@ -9,8 +9,6 @@ from ipaddress import ip_address
 
 from swarm_peer.errors import UserError
 
-# An invite begins with it (wire/passes.py).
-INVITE_PREFIX = "swarm-invite-"
 _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]{1,253}):([0-9]{1,5})")
 _NAME = re.compile(r"[0-9A-Za-z.-]{1,253}")
 _HOST_ALONE = re.compile("/[^/]+/[^/]+")
@@ -96,22 +94,6 @@ def peer_address(text: str) -> str:
             f"copy the whole line that the coordinator prints"
         )
     return f"{multiaddress(where)}/p2p/{peer_id}"
-
-
-def check_peer_addresses(values: tuple[str, ...]) -> None:
-    """Check initial peers as they are typed: addresses and invites. @FILE, which names a file of them, is read later.
-
-    Raises:
-        UserError: see peer_address; or an invite is damaged
-    """
-    # Imported here, so that `--help` stays quick, and since that module imports this one.
-    from swarm_peer.wire.passes import Invite
-
-    for value in values:
-        if value.startswith(INVITE_PREFIX):
-            Invite.parse(value)
-        elif not value.startswith("@"):
-            peer_address(value)
 
 
 def check_own_addresses(host_maddrs: tuple[str, ...], announce_maddrs: tuple[str, ...]) -> None:

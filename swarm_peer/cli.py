@@ -19,10 +19,11 @@ from cyclopts import App, ConsumeMultipleError, CycloptsError, MissingArgumentEr
 from pydantic import ValidationError
 
 from swarm_peer import __version__
-from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
+from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault, missing_letters
+from swarm_peer.initial_peers import check_initial_peers
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def main(*, options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
     """Join a training run and serve one stage of its model, until Ctrl+C or the run's end."""
     configure_logging(options.log_level)
     _exit_on_sigterm()
-    check_peer_addresses(options.initial_peers)
+    check_initial_peers(options.initial_peers)
     check_own_addresses(options.host_maddrs, options.announce_maddrs)
     check_metrics_place(options.metrics_host, options.metrics_port)
     from swarm_peer.runtime.startup import run_peer

@@ -116,7 +116,7 @@ def _train(case: Case) -> None:
     """Two rounds of a peer on a CPU, with what it holds beside its trainer."""
     resolved = case.resolved()
     trainer = StageTrainer(resolved, resolved.specs[case.stage])
-    shapes = [parameter.shape for parameter in trainer.module.parameters()]
+    shapes = trainer.shapes
     averaging = [torch.ones(shape) for shape in shapes]  # as GradientAverager has them
     for _ in range(2):
         replies: list[memoryview] = []

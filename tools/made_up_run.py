@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from coordinator.dashboard.history import History
 from coordinator.dashboard.run_page import Facts, RunPage
-from coordinator.watch.contributions import Contributions, Given
+from coordinator.watch.contributions import ContributionEstimates, Given
 from coordinator.watch.happenings import make_event
 from coordinator.watch.journal import Journal
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line, stage_shares
@@ -36,7 +36,7 @@ class MadeUpPage:
         advance_s: CPU seconds that it took to make up how the run goes on, where that is measured
     """
 
-    def __init__(self, *, watch: RunWatch, journal: Journal, contributions: Contributions, rng: random.Random):
+    def __init__(self, *, watch: RunWatch, journal: Journal, contributions: ContributionEstimates, rng: random.Random):
         self.watch = watch
         self._contributions = contributions
         self._rng = rng
@@ -125,7 +125,7 @@ def made_up_page(num_peers: int, steps: int = 3, seed: int = 0) -> MadeUpPage:
         reason="the swarm's throughput rises from 3.07 to 3.3 samples/s with 1 move",
     )
     watch.observe_coordinator((Term(7, "12D3KooWCoordinatorMadeUp"), record))
-    contributions = Contributions()
+    contributions = ContributionEstimates()
     now_s = time.time()
     for peer in watch.view.peers:
         hours = rng.uniform(1, 120)

@@ -17,14 +17,13 @@ import torch
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import STREAM_ID, Baseline, microbatches_of
 from coordinator.run.resolving import resolve_manifest
-from swarm_peer.config import Codec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.data.slices import sample_stream
 from swarm_peer.wire.codecs import decode, encode
 
 CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # Activations, gradients.
-WIRES: tuple[tuple[Codec, Codec], ...] = (
+WIRES: tuple[tuple[str, str], ...] = (
     ("blockwise_8bit", "blockwise_8bit"),
     ("int5_hadamard", "none"),
     ("int4_hadamard", "none"),
@@ -32,17 +31,17 @@ WIRES: tuple[tuple[Codec, Codec], ...] = (
     ("int5_hadamard", "int4_hadamard"),
     ("int4_hadamard", "int4_hadamard"),
 )
-AVERAGING: tuple[Codec, ...] = ("fp16", "blockwise_8bit", "int4_hadamard")
+AVERAGING: tuple[str, ...] = ("fp16", "blockwise_8bit", "int4_hadamard")
 
 
-def resolved(num_stages: int, activations: Codec = "none", gradients: Codec = "none") -> ResolvedManifest:
+def resolved(num_stages: int, activations: str = "none", gradients: str = "none") -> ResolvedManifest:
     """The demo's manifest, cut into so many stages, with these codecs on the wires."""
     wire = f"wire={{activations: {activations}, gradients: {gradients}}}"
     return resolve_manifest(load_manifest(CONFIG, (f"stages.count={num_stages}", wire)))
 
 
 def gradients_of(
-    trained: Baseline, batch: Sequence[torch.Tensor], activations: Codec = "none", gradients: Codec = "none"
+    trained: Baseline, batch: Sequence[torch.Tensor], activations: str = "none", gradients: str = "none"
 ) -> list[torch.Tensor]:
     """The mean gradient of a global batch at each stage, flat."""
     baseline = Baseline(resolved(len(trained.trainers), activations, gradients))

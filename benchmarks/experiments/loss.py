@@ -36,7 +36,7 @@ from wan_report import add_line, commit, machine, provenance, read_lines
 from coordinator.config_files import load_manifest
 from coordinator.run.baseline import Baseline, ReplicatedBaseline, train
 from coordinator.run.resolving import resolve_manifest
-from swarm_peer.config import Codec, RunManifest, WireSection
+from swarm_peer.config import RunManifest, WireSection
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.codecs import decode, encode, rounding_seed
 
@@ -57,8 +57,8 @@ class Arm:
         target: largest relative difference of the loss that is wanted, if there is one
     """
 
-    wires: Codec = "none"
-    averaging: Codec | None = None
+    wires: str = "none"
+    averaging: str | None = None
     mode: str = "{}"
     target: float | None = None
 
@@ -87,10 +87,10 @@ class AveragedBaseline(Baseline):
     members, itself among them, take the average that has gone through the codec.
     """
 
-    def __init__(self, resolved: ResolvedManifest, num_members: int, codec: Codec, device: str = "cpu"):
+    def __init__(self, resolved: ResolvedManifest, num_members: int, codec: str, device: str = "cpu"):
         super().__init__(resolved, device)
         self._num_members = num_members
-        self._codec: Codec = codec
+        self._codec = codec
 
     def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
         """One optimizer step, as Baseline.train_step."""
@@ -105,7 +105,7 @@ class AveragedBaseline(Baseline):
                 of_stage.append((torch.cat([g.flatten() for g in trainer.mean_gradients()]), trainer.num_samples))
                 trainer.discard_gradients()
         for trainer, of_stage in zip(self.trainers, gradients, strict=True):
-            shapes = [parameter.shape for parameter in trainer.module.parameters()]
+            shapes = trainer.shapes
             means = torch.split(self._average(trainer.spec.index, of_stage), [shape.numel() for shape in shapes])
             trainer.apply([mean.view(shape) for mean, shape in zip(means, shapes, strict=True)])
         return loss_sum / num_samples, num_samples

@@ -34,10 +34,10 @@ from wan_workload import INNER_STEPS, Workload
 
 from coordinator.planning.gpus import find_gpu
 from coordinator.planning.stage_work import stage_works
-from swarm_peer.config import Codec, RunManifest
+from swarm_peer.config import RunManifest
 
 NUM_STAGES, NUM_PEERS, NUM_MICROBATCHES = 4, 2, 256
-CODEC: Codec = "blockwise_8bit"
+CODEC = "blockwise_8bit"
 ARMS = (
     "swarm@0",
     "swarm@100+-50",

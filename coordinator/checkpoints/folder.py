@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from coordinator.checkpoints.files import FileEntry, FileStore, describe_file
+from coordinator.checkpoints.file_store import FileEntry, FileStore, describe_file
 from swarm_peer.config import RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError

@@ -38,7 +38,7 @@ from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from coordinator.checkpoints.files import PARTIAL, FileStore
+from coordinator.checkpoints.file_store import PARTIAL, FileStore
 from coordinator.checkpoints.folder import (
     CONTENTS,
     FOLDER,

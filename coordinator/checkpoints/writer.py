@@ -17,11 +17,11 @@ import anyio
 from coordinator.checkpoints.folder import Checkpoint
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import KEPT_CHECKPOINTS, CheckpointStore, find_checkpoint
-from coordinator.run.options import CheckpointOptions
+from coordinator.run.coordinator_options import CheckpointOptions
 from coordinator.watch.promises import Promises
 from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill import who_is
+from coordinator.watch.standstill_words import who_is
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest

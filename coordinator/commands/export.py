@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from coordinator.commands.options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
+from coordinator.commands.shared_options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
 from coordinator.watch.promises import Promises
-from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import CHECKPOINTS, RUN
 from swarm_peer.errors import UserError
+from swarm_peer.initial_peers import check_initial_peers
 
 
 def export(
@@ -40,7 +40,7 @@ def export(
         raise UserError(f"--checkpoint {checkpoint}: it is exported instead of a live run; name one of them only")
     if step is not None and checkpoint is None:
         raise UserError(f"--step {step}: a live run gives its newest snapshot only; leave it out, or give --checkpoint")
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
 
     from coordinator.run.found_runs import addresses_of_run, ending_of
     from coordinator.watch.run_file import MODEL, RUN_FILE
@@ -52,7 +52,7 @@ def export(
             f"--output {output}: the run of {folder} saves its own model there at its end; name another one"
         )
 
-    from coordinator.checkpoints.export import export_checkpoint, export_run
+    from coordinator.checkpoints.model_folder import export_checkpoint, export_run
 
     with (promises := Promises()).told_at_end():
         if checkpoint is not None:

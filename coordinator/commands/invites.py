@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import Json, RunFolder, RunKey
+from coordinator.commands.shared_options import Json, RunFolder, RunKey
 from swarm_peer.config import RUN
 from swarm_peer.errors import UserError
 

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import (
+from coordinator.commands.shared_options import (
     DASHBOARD,
     CacheDir,
     Count,
@@ -27,10 +27,10 @@ from coordinator.commands.options import (
 )
 from coordinator.dashboard.place import parse_place
 from coordinator.watch.plain_text import without_controls
-from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import LOGS, NETWORK, RUN, Addresses
 from swarm_peer.errors import UserError
+from swarm_peer.initial_peers import check_initial_peers
 
 # A heading of --help.
 TEXT = Parameter(group=Group.create_ordered("The text"))
@@ -41,9 +41,9 @@ def status(
 ) -> None:
     """Show stages, optimizer step, loss, throughput and all peers of a live run."""
     configure_logging("warning")
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
     from coordinator.run.found_runs import addresses_of_run
-    from coordinator.watch.live import peers_table, run_table
+    from coordinator.watch.live_view import peers_table, run_table
     from coordinator.watch.observer import look_once, observe_run
     from coordinator.watch.summary import summarise
 
@@ -70,7 +70,7 @@ def dashboard(
         port: Where to show it, as [HOST:]PORT; the next port that is free, if that one is taken.
     """
     configure_logging("warning")
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
     place = parse_place(port)
 
     from coordinator.dashboard.observing import observe_and_show
@@ -97,7 +97,7 @@ def end(
         initial_peers: Addresses of any peers of the run; those in its folder, or beside its key, if not given.
     """
     configure_logging("warning")
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
     folder = run or (identity_path and identity_path.parent)
     if folder is None:
         raise UserError("name the folder of the run to end, such as runs/demo, or its key with --identity-path")
@@ -136,7 +136,7 @@ def evaluate(
         data_dir: Folder of this machine that the run may have its held-out text and its tokenizer read from.
     """
     configure_logging("warning")
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
     from rich.console import Console
 
     with Console(stderr=True).status("Looking for the run, and evaluating its model"):
@@ -184,7 +184,7 @@ def sample(
         data_dir: Folder of this machine that the run may have its tokenizer read from.
     """
     configure_logging("warning")
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
     from rich.console import Console
 
     with Console(stderr=True).status("Looking for the run and its tokenizer") as waiting:

@@ -10,12 +10,12 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from coordinator.commands.console import open_console
-from coordinator.commands.options import Config, Count, Json, NotNegative, Overrides, Positive
+from coordinator.commands.shared_options import Config, Count, Json, NotNegative, Overrides, Positive
 from coordinator.config_files import load_manifest
-from swarm_peer.addresses import check_peer_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import RUN, Addresses
 from swarm_peer.errors import UserError
+from swarm_peer.initial_peers import check_initial_peers
 
 # Headings of --help.
 PEERS, LIVE_PEERS = (
@@ -90,7 +90,7 @@ def _check_sources(
     overrides: tuple[str, ...],
     of_live_run: dict[str, str | float | None],
 ) -> None:
-    check_peer_addresses(initial_peers)
+    check_initial_peers(initial_peers)
     if config is None and not initial_peers:
         raise UserError("plan needs a run's YAML file, or --initial-peers ADDRESS of a live run")
     if config is None and overrides:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from coordinator.commands.options import (
+from coordinator.commands.shared_options import (
     DASHBOARD,
     CacheDir,
     Config,
@@ -26,14 +26,15 @@ from coordinator.commands.options import (
     load_and_resolve,
 )
 from coordinator.dashboard.place import parse_place
-from coordinator.run.options import CheckpointOptions, NodeOptions, OnDivergence
+from coordinator.run.coordinator_options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.plain_text import without_controls
 from coordinator.watch.promises import Promises
-from swarm_peer.addresses import check_metrics_place, check_own_addresses, check_peer_addresses
+from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN
 from swarm_peer.errors import UserError
+from swarm_peer.initial_peers import check_initial_peers
 
 if TYPE_CHECKING:
     from coordinator.run.service import RunService
@@ -67,7 +68,7 @@ def serve(
     """
     configure_logging(log_level)
     check_installed(log_to)
-    check_peer_addresses(node.initial_peers)
+    check_initial_peers(node.initial_peers)
     check_own_addresses(node.host_maddrs, node.announce_maddrs)
     check_metrics_place(node.metrics_host, node.metrics_port)
     if min_replicas > 1 and not rebalance:
@@ -215,7 +216,7 @@ def baseline(
     check_installed(log_to)
     resolved = load_and_resolve(config, set_, cache_dir, steps)
 
-    from coordinator.checkpoints.export import NO_TOKENIZER, save_tokenizer
+    from coordinator.checkpoints.model_folder import NO_TOKENIZER, save_tokenizer
     from coordinator.run.baseline import Baseline, train
     from coordinator.run.room import check_one_process, running_out_told
     from coordinator.run.run_options import check_not_begun, check_output, lock_folder

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from coordinator.commands.options import Flat, Json
+from coordinator.commands.shared_options import Flat, Json
 from coordinator.simulator.options import ArrivalOptions, MicrobatchOptions, SimulationOptions, StageOptions
 from coordinator.simulator.world import Population
 from swarm_peer.errors import UserError

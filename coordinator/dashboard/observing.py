@@ -15,7 +15,7 @@ from coordinator.dashboard.from_folder import invite_labels, known_events, read_
 from coordinator.dashboard.history import History
 from coordinator.dashboard.run_page import Facts, RunPage
 from coordinator.dashboard.server import showing
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.journal import Journal
 from coordinator.watch.observer import LiveRun, observe, observe_run
 from coordinator.watch.pulse import CoordinatorPulse
@@ -47,7 +47,7 @@ class Observing:
         run: LiveRun,
         place: tuple[str, int],
         journal: Journal,
-        contributions: Contributions,
+        contributions: ContributionEstimates,
         history: History,
         labels: Callable[[], Mapping[str, str]],
         say: Callable[[str], None],
@@ -136,7 +136,7 @@ def observe_and_show(
         UserError: nobody answers, there is no such run, or this machine cannot listen there
     """
     history = History() if folder is None else read_history(folder)
-    contributions = Contributions(folder, is_writer=False)
+    contributions = ContributionEstimates(folder, is_writer=False)
     contributions.begin(resume=True)
 
     async def show(run: LiveRun) -> None:

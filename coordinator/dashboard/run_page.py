@@ -10,7 +10,7 @@ import anyio
 
 from coordinator.dashboard.history import History
 from coordinator.dashboard.snapshot import Background, events_by_number, make_snapshot
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.journal import Journal
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.view import PeerView
@@ -56,7 +56,7 @@ class RunPage:
         *,
         watch: RunWatch,
         journal: Journal,
-        contributions: Contributions,
+        contributions: ContributionEstimates,
         history: History,
         clock: Clock,
         facts: Facts = NO_FACTS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
 
+from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import state_bytes
 from swarm_peer.policy.planning.performance_model import DOWNLOAD, MEMORY, ROUND_TRIPS, UPLOAD, Prediction
@@ -20,6 +21,8 @@ SAFE_SHARE_OF_TIMEOUT = 0.5
 TIMEOUT_IN_ROUNDS = 3
 # A note says so if peers that choose their stages themselves reach less than this share of a plan's throughput.
 NEARLY_AS_FAST = 0.95
+# The codec that a note suggests where a link is slow, and so many values that its blocks and theirs are whole.
+SMALL_CODEC, MANY = "blockwise_8bit", 2**20
 # Stages that a note names one by one.
 MOST_NAMED = 6
 
@@ -104,7 +107,7 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
 
 def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> list[str]:
     memory_gb = max((work.host_bytes for work in works), default=0.0) / 1e9
-    largest_gb = max((state_bytes(manifest, work.parameters) for work in works), default=0.0) / 1e9
+    largest_gb = max((state_bytes(manifest, work.trained) for work in works), default=0.0) / 1e9
     # Of its own stage and of the next one; and one more of each while it is written.
     num_states = (SNAPSHOTS_KEPT + 1) * min(2, len(works)) if manifest.recovery.snapshot_every else 0
     disk = f", and {num_states * largest_gb:.1f} GB of disk for snapshots" if num_states else ""
@@ -112,10 +115,10 @@ def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> lis
 
 
 def _notes_on_wires(manifest: RunManifest, prediction: Prediction) -> list[str]:
-    full = [name for name, codec in manifest.wire if codec == "none"]
+    full = [name for name, codec in manifest.wire if find_codec(codec).is_exact]
     if not full or prediction.stages[prediction.slowest_stage].limit not in (UPLOAD, DOWNLOAD):
         return []
-    settings = " ".join(f"--set wire.{name}=blockwise_8bit" for name in full)
+    settings = " ".join(f"--set wire.{name}={SMALL_CODEC}" for name in full)
     return [
         f"a link sets the pace, and {' and '.join(full)} travel uncompressed: {settings} sends a quarter of the bytes"
     ]
@@ -133,11 +136,8 @@ def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[s
     share = prediction.times.averaging_s / prediction.step_s
     if share > MUCH_AVERAGING and averaging.mode == "synchronous":
         faster = 1 / (1 - share * (1 - 1 / averaging.inner_steps))
-        codec = (
-            ""
-            if averaging.compression == "blockwise_8bit"
-            else "averaging.compression=blockwise_8bit sends fewer bytes; "
-        )
+        sends_fewer = find_codec(SMALL_CODEC).num_bytes(MANY) < find_codec(averaging.compression).num_bytes(MANY)
+        codec = f"averaging.compression={SMALL_CODEC} sends fewer bytes; " if sends_fewer else ""
         notes.append(
             f"averaging takes {share:.0%} of each step: {codec}averaging.mode=periodic, in which peers average every "
             f"{averaging.inner_steps} steps, would make steps up to {faster:.1f} times as fast, and is not the "

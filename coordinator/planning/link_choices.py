@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from coordinator.planning.stage_work import stage_works
-from swarm_peer.config import AveragingMode, Codec, RunManifest
+from swarm_peer.config import AveragingMode, RunManifest
 from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Plan
 from swarm_peer.policy.planning.resources import StepSettings
 
 # Codecs for slow links, of activations and of gradients, beside the manifest's own.
-WIRES: tuple[tuple[Codec, Codec], ...] = (
+WIRES: tuple[tuple[str, str], ...] = (
     ("blockwise_8bit", "blockwise_8bit"),
     ("blockwise_8bit", "int4_hadamard"),
     ("int5_hadamard", "int4_hadamard"),
     ("int4_hadamard", "int4_hadamard"),
 )
-AVERAGING: tuple[Codec, ...] = ("blockwise_8bit",)
+AVERAGING: tuple[str, ...] = ("blockwise_8bit",)
 
 
 def step_settings(manifest: RunManifest) -> StepSettings:
@@ -56,7 +56,7 @@ def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> l
 
 def _manifests(manifest: RunManifest) -> Iterator[RunManifest]:
     own = manifest.wire.activations, manifest.wire.gradients
-    averaged: list[Codec] = [manifest.averaging.compression]
+    averaged: list[str] = [manifest.averaging.compression]
     averaged += [codec for codec in AVERAGING if codec not in averaged]
     for averaging in averaged:
         changed = _with(manifest, "averaging", compression=averaging)

@@ -5,7 +5,8 @@ Shapes: B samples of a microbatch, T tokens, D hidden size.
 
 from __future__ import annotations
 
-from swarm_peer.config import Codec, RunManifest, codec_bytes
+from swarm_peer.codecs import find_codec
+from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import BACKWARD_PER_FORWARD, StageCosts, stage_costs
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
@@ -16,7 +17,7 @@ from swarm_peer.wire.codecs import encoded_bytes
 # Plans are for GPUs, whose memory holds nothing but what trains.
 DEVICE_TYPE = "cuda"
 # Codecs that the square-cube table compares, and what people call them.
-COMPARED_CODECS: dict[Codec, str] = {
+COMPARED_CODECS: dict[str, str] = {
     "none": "fp32",
     "fp16": "fp16",
     "blockwise_8bit": "8-bit",
@@ -55,16 +56,17 @@ def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) 
     return StageWork(
         layers=len(spec.layers),
         parameters=costs.parameters,
+        trained=costs.trained,
         flops=float(costs.flops * length),
         activation_bytes=0.0 if spec.is_last else hop_bytes(length, hidden_size, manifest.wire.activations),
         gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
-        averaging_bytes=codec_bytes(costs.parameters, manifest.averaging.compression),
+        averaging_bytes=find_codec(manifest.averaging.compression).num_bytes(costs.trained),
         memory=costs.memory,
         host_bytes=costs.host_bytes,
     )
 
 
-def hop_bytes(length: int, hidden_size: int, codec: Codec, with_tokens: bool = True) -> float:
+def hop_bytes(length: int, hidden_size: int, codec: str, with_tokens: bool = True) -> float:
     """Bytes of one sample at one boundary; its T + 1 token ids travel with the activations."""
     return encoded_bytes((length, hidden_size), codec) + (4.0 * (length + 1) if with_tokens else 0.0)
 

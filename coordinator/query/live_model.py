@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from coordinator.query.sampling import Sampling, choose_token
+from swarm_peer.codecs import PLAIN
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, RoundClosed, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -173,7 +174,7 @@ class LiveModel:
         tokens_1T = torch.tensor([list(prefix)[-self._manifest.data.sequence_length :]])
         result, _ = await self._ask("predict", tokens_1T)
         assert result.logits is not None
-        return decode(result.logits, (1, self.resolved.vocab_size), "none")[0]
+        return decode(result.logits, (1, self.resolved.vocab_size), PLAIN)[0]
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[int]:
         """Continue a prompt, token by token.
@@ -200,7 +201,7 @@ class LiveModel:
             try:
                 result = await self._pipeline.send(microbatch, None, deadline)
                 if result.logits is not None:
-                    decode(result.logits, (len(tokens), self.resolved.vocab_size), "none")  # finite
+                    decode(result.logits, (len(tokens), self.resolved.vocab_size), PLAIN)  # finite
                 return result, round_number
             except RoundClosed as error:
                 if self._round == round_number:  # otherwise another query has found out before

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from coordinator.report.figures import ACTIVITIES, draw_all, time_by_stage
-from coordinator.report.run_folder import HOUR_S, Event, RecordedRun, read_run
+from coordinator.report.run_folder import HOUR_S, RecordedEvent, RecordedRun, read_run
 from swarm_peer.errors import UserError
 
 REPORT_FILE = "report.html"
@@ -164,7 +164,7 @@ def _utc(unix_s: float) -> str:
         return "at an unknown time"
 
 
-def _row(run: RecordedRun, event: Event) -> dict[str, Any]:
+def _row(run: RecordedRun, event: RecordedEvent) -> dict[str, Any]:
     peer = " ".join(part for part in (event.name, event.peer[-8:] if event.peer else None) if part)
     stage = "" if event.stage is None else event.stage
     elapsed = f"{run.elapsed(event.time):.2f}"

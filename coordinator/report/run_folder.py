@@ -36,7 +36,7 @@ class Line(BaseModel):
     joining_share: list[float | None] = []
 
 
-class Event(BaseModel):
+class RecordedEvent(BaseModel):
     """One line of events.jsonl; `time` is in unix seconds."""
 
     model_config = ConfigDict(frozen=True)
@@ -48,7 +48,7 @@ class Event(BaseModel):
     text: str = ""
 
 
-AnyLine = TypeVar("AnyLine", Line, Event)
+AnyLine = TypeVar("AnyLine", Line, RecordedEvent)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RecordedRun:
 
     folder: Path
     lines: tuple[Line, ...]
-    events: tuple[Event, ...]
+    events: tuple[RecordedEvent, ...]
     about: dict[str, Any]
     num_unread: int
     has_model: bool
@@ -115,7 +115,7 @@ def read_run(folder: Path) -> RecordedRun:
     lines, unread_lines = _read(folder / "metrics.jsonl", Line)
     if not lines:
         raise UserError(f"{folder / 'metrics.jsonl'} has no optimizer step: name the folder of a run that has begun")
-    events, unread_events = _read(folder / "events.jsonl", Event)
+    events, unread_events = _read(folder / "events.jsonl", RecordedEvent)
     return RecordedRun(
         folder=folder,
         lines=tuple(sorted(lines, key=lambda line: line.optimizer_step)),

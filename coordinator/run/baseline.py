@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
-from swarm_peer.config import Codec, RunManifest
+from swarm_peer.codecs import find_codec
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, SwarmError
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
@@ -180,9 +181,11 @@ def _mean(brought: Sequence[tuple[Sequence[torch.Tensor], int]]) -> list[torch.T
     return [average.div_(total) for average in averages]
 
 
-def _received(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> torch.Tensor:
+def _received(tensor: torch.Tensor, codec: str, seed: int | None = None) -> torch.Tensor:
     """A tensor as the peer reads it to whom it is sent."""
-    return tensor if codec == "none" else decode(encode(tensor, codec, seed), tensor.shape, codec, tensor.device)
+    if find_codec(codec).is_exact:
+        return tensor
+    return decode(encode(tensor, codec, seed), tensor.shape, codec, tensor.device)
 
 
 def microbatches_of(stream: Iterator[np.ndarray], manifest: RunManifest) -> Iterator[list[torch.Tensor]]:

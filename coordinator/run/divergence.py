@@ -13,7 +13,7 @@ from coordinator.checkpoints.folder import Checkpoint, Fits
 from coordinator.checkpoints.resumed import find_resumed
 from coordinator.run.run_options import RunOptions
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill import in_words
+from coordinator.watch.standstill_words import in_words
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.policy.recovery import Timeline

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import anyio
 
-from coordinator.run.addresses import COORDINATOR, PEERS, read_known
+from coordinator.run.address_files import COORDINATOR, PEERS, read_known
 from coordinator.run.invites import INVITE
 from coordinator.watch.journal import read_events
 from coordinator.watch.metrics_file import METRICS
 from coordinator.watch.run_file import CHECKPOINTS, MODEL
-from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.network.addresses import listening
+from swarm_peer.runtime.network.peer_addresses import listening
+from swarm_peer.wire.passes import INVITE_PREFIX
 
 RUNS = Path("runs")
 Answering = Callable[[Sequence[str]], Awaitable[list[str]]]

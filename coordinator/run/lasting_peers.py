@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from coordinator.run.addresses import COORDINATOR, PEERS, is_address, read_known, write_addresses
+from coordinator.run.address_files import COORDINATOR, PEERS, is_address, read_known, write_addresses
 from swarm_peer.policy.view import PeerState, PeerView
-from swarm_peer.runtime.network.addresses import host_of, is_dialable, is_loopback, is_public
+from swarm_peer.runtime.network.peer_addresses import host_of, is_dialable, is_loopback, is_public
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from coordinator.run.local_peers import LocalPeer, LocalPeers
 from coordinator.run.run_options import RunOptions, check_not_begun, check_output, lock_folder
 from coordinator.run.service import RunService
 from coordinator.run.show import shown
-from coordinator.watch.live import LiveView
+from coordinator.watch.live_view import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import temporary_node
 from coordinator.watch.run_file import run_file_written

@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from coordinator.run.run_options import lock_folder
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.ending import ENDED_BY_OPERATOR
 from coordinator.watch.happenings import EventKind
 from coordinator.watch.journal import Journal, read_events
@@ -41,7 +41,7 @@ class RunFiles:
         manifest: RunManifest,
         resume: bool,
         journal: Journal,
-        contributions: Contributions,
+        contributions: ContributionEstimates,
         clock: Clock,
         on_line: Callable[[MetricsLine], None],
         promises: Promises,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
-from coordinator.run.options import OnDivergence
+from coordinator.run.coordinator_options import OnDivergence
 from coordinator.watch.journal import has_ended
 from coordinator.watch.metrics_file import METRICS, last_step
 from coordinator.watch.promises import Promises

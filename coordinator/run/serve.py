@@ -13,19 +13,19 @@ from anyio import to_thread
 
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.config_files import changed_settings
-from coordinator.run.addresses import PEERS, KnownPeers
+from coordinator.run.address_files import PEERS, KnownPeers
+from coordinator.run.coordinator_options import NodeOptions
 from coordinator.run.divergence import Diverged
 from coordinator.run.events import RunEvents
 from coordinator.run.invites import coordinator_invite
 from coordinator.run.log_file import logged_to
-from coordinator.run.options import NodeOptions
 from coordinator.run.run_key import KEY
 from coordinator.run.run_options import RunOptions, check_output, has_begun, lock_folder
 from coordinator.run.service import LINGER_S, RunService
 from coordinator.run.show import shown
 from coordinator.run.way_in import WayIn
 from coordinator.watch.ending import FINISHED
-from coordinator.watch.live import LiveView
+from coordinator.watch.live_view import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
 from coordinator.watch.run_file import CHECKPOINTS, run_file_written

@@ -15,14 +15,14 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
-from coordinator.checkpoints.export import NO_TOKENIZER, export_states
 from coordinator.checkpoints.fetching import fetch_states, newest_position
 from coordinator.checkpoints.folder import Checkpoint, Fits
 from coordinator.checkpoints.giver import CheckpointGiver, tell_changes
+from coordinator.checkpoints.model_folder import NO_TOKENIZER, export_states
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.writer import CheckpointWriter, Duty
-from coordinator.run.addresses import COORDINATOR, KnownPeers, write_addresses
+from coordinator.run.address_files import COORDINATOR, KnownPeers, write_addresses
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
@@ -34,7 +34,7 @@ from coordinator.run.rebalancer import Rebalancer
 from coordinator.run.run_files import RunFiles
 from coordinator.run.run_options import RunOptions
 from coordinator.run.silent_peers import drop_silent_peers
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.ending import FINISHED, see_off
 from coordinator.watch.journal import Journal
 from coordinator.watch.metrics import CoordinatorMetrics
@@ -42,7 +42,7 @@ from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill import in_words
+from coordinator.watch.standstill_words import in_words
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
@@ -105,7 +105,7 @@ class RunService:
         self.manifest = resolved.manifest
         self.watch = RunWatch(resolved.manifest, SwarmView(resolved.num_stages))
         self.journal = Journal(options.output, dht.passes.is_revoked, events.on_event)
-        self.contributions = Contributions(options.output)
+        self.contributions = ContributionEstimates(options.output)
         self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
         self.ended: str | None = None
         self._dht = dht

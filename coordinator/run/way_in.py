@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from coordinator.run.addresses import COORDINATOR, write_addresses
+from coordinator.run.address_files import COORDINATOR, write_addresses
 from coordinator.run.invites import InviteBook
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.allowed_files import local_data_folder
-from swarm_peer.runtime.network.addresses import is_loopback, is_public, ports_of
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.peer_addresses import is_loopback, is_public, ports_of
 from swarm_peer.wire.identity import Identity
 
 NOT_PUBLIC = (

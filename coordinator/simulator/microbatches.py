@@ -14,10 +14,10 @@ from typing import Any
 
 import simpy
 
+from coordinator.simulator.compared_routing import Routing
 from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.network import Links, Network
 from coordinator.simulator.options import MicrobatchOptions
-from coordinator.simulator.routing import Routing
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
 from swarm_peer.policy.view import Life, PeerState, PeerView

@@ -45,7 +45,7 @@ class Given:
 _FILE = TypeAdapter(dict[str, Given])
 
 
-class Contributions:
+class ContributionEstimates:
     """The part of each peer in a run so far, kept in the run's folder.
 
     Args:

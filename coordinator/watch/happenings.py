@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill import in_words, who_is
+from coordinator.watch.standstill_words import in_words, who_is
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView

@@ -13,8 +13,8 @@ from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.targets import scrape_targets
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import show_disk
-from swarm_peer.runtime.network.addresses import is_loopback
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.peer_addresses import is_loopback
 
 
 class CoordinatorMetrics:

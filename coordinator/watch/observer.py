@@ -29,11 +29,11 @@ from swarm_peer.runtime.host.identities import free_identity, state_folder
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
-from swarm_peer.runtime.network.addresses import is_loopback
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.peer_addresses import is_loopback
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import ProgressRecord, progress_key
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from coordinator.watch.metrics_file import stage_shares
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill import in_words
+from coordinator.watch.standstill_words import in_words
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.view import PeerView, TimeShares

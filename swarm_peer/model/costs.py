@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_peer.config import OptimizerSection, RunManifest, codec_bytes
+from swarm_peer.codecs import find_codec
+from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -39,12 +40,14 @@ class StageCosts:
 
     Attributes:
         parameters: number of weights
+        trained: number of those that training changes, of which gradients, averages and states are
         flops: compute of one token, forward and backward, recomputation included
         memory: what it takes of the memory that the peer trains in
         host_bytes: what it takes of the machine's memory beside its trainer; on a CPU a part of `memory`
     """
 
     parameters: int
+    trained: int
     flops: int
     memory: StageMemory
     host_bytes: float
@@ -84,6 +87,7 @@ class _Stage:
         self.tokens = self.manifest.training.microbatch_size * self.length  # of a microbatch
         self.checkpoints = self.manifest.model.activation_checkpointing
         self.whole = self.costs.of(spec)
+        self.trained = resolved.num_trained(spec)
         self.layers = self.costs.layers_of(spec)
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
@@ -101,22 +105,23 @@ def _stage_costs(stage: _Stage) -> StageCosts:
     flops = stage.whole.forward_flops * (1 + BACKWARD_PER_FORWARD)
     if stage.checkpoints:
         flops += stage.layers.forward_flops  # computed once more; the head is not
-    parameters = stage.whole.parameters
+    parameters, trained = stage.whole.parameters, stage.trained
     microbatch_bytes, host_bytes = _microbatch_bytes(stage), _host_bytes(stage)
     return StageCosts(
         parameters=parameters,
+        trained=trained,
         flops=flops,
         memory=StageMemory(
             weight_bytes=FP32_BYTES * parameters,
-            weight_gradient_bytes=FP32_BYTES * parameters,
-            optimizer_bytes=optimizer_bytes(stage.manifest.optimizer) * parameters,
+            weight_gradient_bytes=FP32_BYTES * trained,
+            optimizer_bytes=optimizer_bytes(stage.manifest.optimizer) * trained,
             host_bytes=host_bytes if stage.on_cpu else 0.0,
             working_bytes=_working_bytes(stage, microbatch_bytes),
             update_bytes=_update_bytes(stage),
             microbatch_bytes=microbatch_bytes,
         ),
         # On a CPU the mean gradients count among what the end of a round takes.
-        host_bytes=host_bytes + (0.0 if stage.on_cpu else FP32_BYTES * parameters),
+        host_bytes=host_bytes + (0.0 if stage.on_cpu else FP32_BYTES * trained),
     )
 
 
@@ -137,9 +142,10 @@ def _microbatch_bytes(stage: _Stage) -> float:
         copied = stage.costs.head.parameters if spec.is_last else 0
         copied += 0 if stage.checkpoints else stage.layers.parameters
         kept += 2.0 * copied
-    if stage.on_cpu and wire.activations != "none":
+    codec = find_codec(wire.activations)
+    if stage.on_cpu and not codec.is_exact:
         # As they came and as they go; without a codec they are the tensors themselves.
-        kept += codec_bytes(stage.hidden_values, wire.activations) * (2 - spec.is_first - spec.is_last)
+        kept += codec.num_bytes(stage.hidden_values) * (2 - spec.is_first - spec.is_last)
     return kept
 
 
@@ -164,29 +170,29 @@ def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
 
 def _update_bytes(stage: _Stage) -> float:
     """Memory that the end of a round adds to weights, accumulator (then the copied mean) and optimizer's state."""
-    optimizer, parameters = stage.manifest.optimizer, stage.whole.parameters
+    optimizer, trained = stage.manifest.optimizer, stage.trained
     makes_temporaries = optimizer.name == "adamw" or (optimizer.name == "sgd" and optimizer.weight_decay > 0)
     if not stage.on_cpu:
         # torch updates all parameters at once, and takes the roots of all second moments, or adds the decay to all.
-        return FP32_BYTES * parameters if makes_temporaries else 0.0
+        return FP32_BYTES * trained if makes_temporaries else 0.0
     # The mean gradients, and two temporaries of one parameter's update.
     temporaries = 2 * FP32_BYTES * stage.whole.largest_parameter if makes_temporaries else 0.0
-    return FP32_BYTES * parameters + temporaries
+    return FP32_BYTES * trained + temporaries
 
 
-def state_bytes(manifest: RunManifest, parameters: int) -> float:
-    """Size of a stage's state, as snapshots and checkpoints hold it."""
+def state_bytes(manifest: RunManifest, trained: int) -> float:
+    """Size of a stage's state, as snapshots and checkpoints hold it, where a stage trains so many values."""
     strategy = strategy_of(manifest.averaging)
     values = 1 + strategy.kept_values - strategy.unshared_values
-    return (FP32_BYTES * values + optimizer_bytes(manifest.optimizer)) * parameters
+    return (FP32_BYTES * values + optimizer_bytes(manifest.optimizer)) * trained
 
 
 def _host_bytes(stage: _Stage) -> float:
     """Memory that a peer uses beside its trainer."""
-    manifest, parameters = stage.manifest, stage.whole.parameters
-    averaging = FP32_BYTES * parameters
-    kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * parameters
-    state = state_bytes(manifest, parameters)  # one copy: a snapshot that is being written, or for a newcomer
+    manifest, trained = stage.manifest, stage.trained
+    averaging = FP32_BYTES * trained
+    kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * trained
+    state = state_bytes(manifest, trained)  # one copy: a snapshot that is being written, or for a newcomer
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
-    return averaging + kept + state + replies * codec_bytes(stage.hidden_values, manifest.wire.gradients)
+    return averaging + kept + state + replies * find_codec(manifest.wire.gradients).num_bytes(stage.hidden_values)

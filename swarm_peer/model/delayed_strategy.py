@@ -34,7 +34,7 @@ class DelayedStrategy(RoundStrategy):
         self._expected: Sequence[Tensor] | None = None  # the average that ends the round, where it is known
 
     def _no_work(self) -> Work:
-        return [torch.zeros(parameter.shape) for parameter in self.trainee.module.parameters()], 0
+        return [torch.zeros(parameter.shape) for parameter in self.trainee.trained.values()], 0
 
     @property
     def pending_samples(self) -> int:

@@ -17,6 +17,9 @@ from swarm_peer.config import OptimizerSection, RunManifest
 
 STATE_PREFIX = "optimizer/"
 
+# The parameters that a stage trains, by name: StageTrainer.trained.
+Trained = Mapping[str, nn.Parameter]
+
 # bitsandbytes keeps one scale for each block of quantised values (optim/optimizer.py, init_state).
 EIGHT_BIT_BLOCK = 256
 
@@ -41,9 +44,9 @@ def learning_rate(manifest: RunManifest, optimizer_step: int) -> float:
     return highest * (schedule.final_fraction + (1 - schedule.final_fraction) * left)
 
 
-def make_optimizer(section: OptimizerSection, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of a stage. Matrices decay, vectors (biases, normalisations) do not."""
-    parameters = list(module.parameters())
+def make_optimizer(section: OptimizerSection, trained: Trained) -> torch.optim.Optimizer:
+    """The optimizer of what a stage trains. Matrices decay, vectors (biases, normalisations) do not."""
+    parameters = list(trained.values())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -58,32 +61,32 @@ def make_optimizer(section: OptimizerSection, module: nn.Module) -> torch.optim.
     return make(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer, trained: Trained) -> dict[str, Tensor]:
     """CPU copies of the optimizer's state; empty before the first step."""
     entries = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained.items():
         for entry, value in optimizer.state.get(parameter, {}).items():
             if value is not None and entry not in CODE_BOOKS:
                 entries[f"{STATE_PREFIX}{name}/{entry}"] = torch.as_tensor(value).detach().to("cpu", copy=True)
     return entries
 
 
-def optimizer_state_template(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+def optimizer_state_template(optimizer: torch.optim.Optimizer, trained: Trained) -> dict[str, Tensor]:
     """The entries that optimizer_state() has after the first step, as tensors on the meta device."""
     return {
         f"{STATE_PREFIX}{name}/{entry}": value
-        for name, parameter in module.named_parameters()
+        for name, parameter in trained.items()
         for entry, value in _entry_templates(optimizer, parameter).items()
     }
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, entries: Mapping[str, Tensor]) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, trained: Trained, entries: Mapping[str, Tensor]) -> None:
     """Replace the optimizer's state by what optimizer_state() returned, also where it was empty.
 
     The entries must be complete or none, as in optimizer_state_template(): who takes them from others checks that.
     """
     optimizer.state.clear()
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained.items():
         templates = _entry_templates(optimizer, parameter)
         if f"{STATE_PREFIX}{name}/{next(iter(templates), '')}" not in entries:
             continue

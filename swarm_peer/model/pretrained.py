@@ -219,9 +219,9 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
         with source.opened(file_name, path) as content:
             for name in names:
                 owner, _, key = name.rpartition(".")
-                shape = module.get_parameter(name).shape
-                values = _read(content, stored_names[name], shape, file_name, source)
-                module.get_submodule(owner).register_parameter(key, nn.Parameter(values))
+                parameter = module.get_parameter(name)
+                values = _read(content, stored_names[name], parameter.shape, file_name, source)
+                module.get_submodule(owner).register_parameter(key, nn.Parameter(values, parameter.requires_grad))
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])

@@ -54,6 +54,10 @@ class ResolvedManifest:
         """The costs of the model's parts, with the run's sequences."""
         return model_costs(self.config, self.manifest.data.sequence_length, self.manifest.model.share_layers)
 
+    def num_trained(self, spec: StageSpec) -> int:
+        """How many values of a stage training changes: all that it holds, for no run freezes a part of its model."""
+        return self.costs.of(spec).parameters
+
     @property
     def num_stages(self) -> int:
         """How many stages the pipeline has, K."""

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from swarm_peer.config import RunManifest
-from swarm_peer.model.optimizer import STATE_PREFIX
+from swarm_peer.model.optimizer import STATE_PREFIX, Trained
 
 # Begins the names of a strategy's entries in a stage's state.
 STRATEGY_PREFIX = "round/"
 
-# Tensors in the order of the parameters (CPU, fp32), and the samples that they are a sum over, or a mean.
+# Tensors in the order of the trained parameters (CPU, fp32), and the samples that they are a sum over, or a mean.
 Work = tuple[Sequence[Tensor], int]
 
 
@@ -49,8 +49,8 @@ class Trainee(Protocol):
     num_samples: int
 
     @property
-    def module(self) -> nn.Module:
-        """The stage."""
+    def trained(self) -> Trained:
+        """The parameters that the stage trains, by name."""
 
     def update(self, mean_gradients: Sequence[Tensor], *, keeps_weights: bool = False) -> StepResult:
         """Empty the accumulator, and have the optimizer take a step with these gradients; or only measure them."""
@@ -71,7 +71,7 @@ class Trainee(Protocol):
         """Update the weights, for one round, with the optimizer's state as it is; give the weights from before."""
 
     def set_weights(self, weights: Sequence[Tensor]) -> None:
-        """Change the weights, and nothing else: in the order of the parameters."""
+        """Change the weights, and nothing else: in the order of the trained parameters."""
 
 
 class RoundStrategy:
@@ -82,7 +82,7 @@ class RoundStrategy:
     Attributes:
         is_in_period: whether the last round ended without an average, so that the work which a leaving stage-mate began
             to give before its end is still what it has to give
-        kept_values: fp32 values that the strategy keeps for each parameter, for the memory model
+        kept_values: fp32 values that the strategy keeps for each trained parameter, for the memory model
         unshared_values: those of them that are in no state
         num_given: sums that `give_away` gives
     """
@@ -167,11 +167,11 @@ class RoundStrategy:
         return self.pending_samples
 
     def weights(self) -> Iterator[Tensor]:
-        """Give the weights that belong into a state, in the order of the parameters."""
-        return (parameter.detach() for parameter in self.trainee.module.parameters())
+        """Give the weights that belong into a state, in the order of the trained parameters."""
+        return (parameter.detach() for parameter in self.trainee.trained.values())
 
     def shared_weights(self) -> Iterator[Tensor]:
-        """Give the weights that stage-mates hold alike, in the order of the parameters."""
+        """Give the weights that stage-mates hold alike, in the order of the trained parameters."""
         return self.weights()
 
 
@@ -181,7 +181,7 @@ def is_weight(name: str) -> bool:
 
 
 def numbered(name: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Entries of a strategy's state: one for each parameter."""
+    """Entries of a strategy's state: one for each trained parameter."""
     return {f"{name}/{number:05d}": tensor for number, tensor in enumerate(tensors)}
 
 

@@ -107,11 +107,20 @@ class StageModule(nn.Module):
         return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.section.precision], cache_enabled=caches)
 
 
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, by name, in the order of the module's own.
+
+    A parameter that is frozen (`requires_grad` is False) is not among them. Nor is any buffer: a family's follow from
+    the config, and those of a frozen base belong to the base.
+    """
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
 def allocate(module: StageModule) -> None:
     """Make the parameters real, on the CPU, with zeros."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            owner.register_parameter(name, nn.Parameter(torch.zeros(parameter.shape)))
+            owner.register_parameter(name, nn.Parameter(torch.zeros(parameter.shape), parameter.requires_grad))
 
 
 def initialise(module: StageModule, seed: int) -> None:
@@ -131,7 +140,7 @@ def initialise(module: StageModule, seed: int) -> None:
                     values.fill_(module.family.norm_weight)
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
                 values[owner.padding_idx] = 0.0
-            owner.register_parameter(name, nn.Parameter(values))
+            owner.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

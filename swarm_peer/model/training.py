@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from swarm_peer.codecs import find_codec
+from swarm_peer.codecs.floats import FP16_SCALE
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.checks import check_float, check_state, check_tokens
 from swarm_peer.model.clipping import Clipper
@@ -37,12 +39,8 @@ from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
-from swarm_peer.model.stage import StageModule, allocate, initialise
+from swarm_peer.model.stage import StageModule, allocate, initialise, trained_parameters
 from swarm_peer.model.strategies import strategy_of
-
-# Gradients of a mean over T tokens are small, and fp16 ends at 6e-8: they travel and accumulate this much larger. A
-# power of two changes no digits; a larger one would leave too little below fp16's end at 65504.
-FP16_LOSS_SCALE = 2.0**10
 
 
 class StageTrainer:
@@ -56,13 +54,15 @@ class StageTrainer:
         resolved: the run's manifest
         spec: one of resolved.specs
         cache_dir: where pretrained weights from the hub are kept
-        blank: have weights of zeros, until load_state() or restart(): where others give the state, making or reading
-            the initial weights would be for nothing
+        blank: have trained weights of zeros, until load_state() or restart(): where others give the state, making or
+            reading the initial ones would be for nothing
 
     Raises:
         UserError: pretrained weights that cannot be read or do not fit
 
     Attributes:
+        trained: the parameters that updates change, by name and in a fixed order: of these alone are accumulator,
+            averages, optimizer, states and digests. The others are frozen, alike at all peers of the stage
         optimizer_step: how many updates its weights have had
         num_samples: samples whose gradients are accumulated for the next optimizer step
         weights_version: grows with each change of the weights; any thread may read it
@@ -85,26 +85,36 @@ class StageTrainer:
         self._cache_dir = cache_dir
         self.optimizer_step = 0
         self.num_samples = 0
-        self.module = StageModule(resolved.config, spec, manifest.model)
-        if blank:
-            allocate(self.module)
-        else:
-            self._initialise(self.module)
-        self.module.to(self.device)
-        self.optimizer = make_optimizer(manifest.optimizer, self.module)
+        self.module = self._make_module(blank=blank).to(self.device)
+        self.trained = trained_parameters(self.module)
+        self.optimizer = make_optimizer(manifest.optimizer, self.trained)
         self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
-        fp16 = "fp16" in (manifest.model.precision, manifest.wire.gradients)
-        self.loss_scale = FP16_LOSS_SCALE if fp16 else 1.0
+        own_scale = FP16_SCALE if manifest.model.precision == "fp16" else 1.0
+        self.loss_scale = max(own_scale, find_codec(manifest.wire.gradients).scale)
         # Tells passes before a change of weights from those after it, even at one optimizer step.
         self.weights_version = 0
 
-    def _initialise(self, module: StageModule) -> None:
+    def _make_module(self, *, blank: bool = False) -> StageModule:
+        """The stage, on the CPU, with the run's initial weights.
+
+        Args:
+            blank: zeros will do for what is trained. Frozen weights are real all the same: no state has them
+        """
         model = self.manifest.model
-        if model.pretrained is None:
+        module = StageModule(self.resolved.config, self.spec, model)
+        if blank and all(parameter.requires_grad for parameter in module.parameters()):
+            allocate(module)
+        elif model.pretrained is None:
             initialise(module, self.manifest.seed)
         else:
             load_pretrained(module, module.family, ModelSource(model.pretrained, self._cache_dir))
+        return module
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """The shapes of what is trained, in its order: those of a contribution, and of an average."""
+        return [parameter.shape for parameter in self.trained.values()]
 
     def forward(self, tokens_BS: Tensor, hidden_BTD: Tensor | None = None) -> ForwardPass:
         """Run the stage, and keep what the backward pass needs.
@@ -210,7 +220,7 @@ class StageTrainer:
         return output[:, -1].float() if self.spec.is_last else output
 
     def mean_gradients(self) -> list[Tensor]:
-        """The mean of the accumulated gradients over samples: fp32 on the CPU, in the order of the parameters.
+        """The mean of the accumulated gradients over samples: fp32 on the CPU, in the order of `trained`.
 
         Zeros where nothing is accumulated; weigh it by `num_samples` when averaging with others.
         """
@@ -223,16 +233,15 @@ class StageTrainer:
         """The accumulated gradients (CPU copies, fp32) and how many samples they are of, for a stage-mate."""
         sums = [
             torch.zeros(p.shape) if p.grad is None else p.grad.to("cpu", torch.float32, copy=True)
-            for p in self.module.parameters()
+            for p in self.trained.values()
         ]
         return sums, self.num_samples
 
     @torch.no_grad()
     def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
         """Add the gradients that a stage-mate has accumulated in the same round."""
-        parameters = list(self.module.parameters())
-        assert [g.shape for g in sums] == [p.shape for p in parameters], "gradients of another stage"
-        for parameter, total in zip(parameters, sums, strict=True):
+        assert [g.shape for g in sums] == self.shapes, "gradients of another stage"
+        for parameter, total in zip(self.trained.values(), sums, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad += total.to(self.device)
@@ -242,7 +251,7 @@ class StageTrainer:
         """End a round with what stage-mates have averaged, or nothing where they did not, and clear the accumulator.
 
         Args:
-            averages: of the strategy's contributions, in the order of the parameters
+            averages: of the strategy's contributions, in the order of `trained`
         """
         result = self.strategy.end_round(averages)
         self._enter(self.optimizer_step + 1)
@@ -258,12 +267,12 @@ class StageTrainer:
         A gradient that is not finite, or of no samples, leaves the weights as they are. Stage-mates hold the same one.
 
         Args:
-            mean_gradients: in the order of the parameters; may be none if the weights stay
+            mean_gradients: in the order of `trained`; may be none if the weights stay
             keeps_weights: only measure the gradient
             is_trial: it is this replica's own; see Clipper
         """
-        parameters = list(self.module.parameters())
-        fits = [g.shape for g in mean_gradients] == [p.shape for p in parameters]
+        parameters = list(self.trained.values())
+        fits = [g.shape for g in mean_gradients] == self.shapes
         assert fits or (keeps_weights and not mean_gradients), "gradients of another stage"
         self.discard_gradients()  # the copies take their place
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
@@ -285,12 +294,12 @@ class StageTrainer:
         """Update the weights until `set_weights` takes that back; for strategies. The optimizer's state stays.
 
         Returns:
-            the weights from before, on the CPU, in the order of the parameters
+            the weights from before, on the CPU, in the order of `trained`
         """
-        before = [parameter.detach().to("cpu", copy=True) for parameter in self.module.parameters()]
-        state = optimizer_state(self.optimizer, self.module)
+        before = [parameter.detach().to("cpu", copy=True) for parameter in self.trained.values()]
+        state = optimizer_state(self.optimizer, self.trained)
         self.update(mean_gradients, is_trial=True)
-        load_optimizer_state(self.optimizer, self.module, state)
+        load_optimizer_state(self.optimizer, self.trained, state)
         return before
 
     @torch.no_grad()
@@ -298,15 +307,15 @@ class StageTrainer:
         """Change the weights and nothing else; for strategies.
 
         Args:
-            weights: in the order of the parameters
+            weights: in the order of `trained`
         """
-        for parameter, value in zip(self.module.parameters(), weights, strict=True):
+        for parameter, value in zip(self.trained.values(), weights, strict=True):
             parameter.copy_(value)
         self.weights_version += 1
 
     def discard_if_not_finite(self) -> int:
         """Empty the accumulator if a gradient in it is not finite. Returns the samples whose work is lost."""
-        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.module.parameters())
+        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.trained.values())
         return 0 if is_finite else self.discard_gradients()
 
     def discard_gradients(self) -> int:
@@ -316,17 +325,17 @@ class StageTrainer:
         return num_samples
 
     def state(self) -> dict[str, Tensor]:
-        """Copies, on the CPU, of all that the next steps depend on: the weights and the optimizer's state."""
-        names = (name for name, _ in self.module.named_parameters())
-        weights = {name: value.to("cpu", copy=True) for name, value in zip(names, self.strategy.weights(), strict=True)}
+        """Copies, on the CPU, of all that the next steps change: the trained weights and the optimizer's state."""
+        weights = zip(self.trained, self.strategy.weights(), strict=True)
         kept = {f"{STRATEGY_PREFIX}{name}": value.clone() for name, value in self.strategy.state().items()}
-        return weights | optimizer_state(self.optimizer, self.module) | kept
+        copies = {name: value.to("cpu", copy=True) for name, value in weights}
+        return copies | optimizer_state(self.optimizer, self.trained) | kept
 
     def state_template(self) -> dict[str, Tensor]:
         """The entries that state() has after the first step, as tensors on the meta device."""
-        weights = {name: torch.empty_like(value, device="meta") for name, value in self.module.state_dict().items()}
+        weights = {name: torch.empty_like(value, device="meta") for name, value in self.trained.items()}
         kept = {f"{STRATEGY_PREFIX}{name}": value.to("meta") for name, value in self.strategy.state().items()}
-        return weights | optimizer_state_template(self.optimizer, self.module) | kept
+        return weights | optimizer_state_template(self.optimizer, self.trained) | kept
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int, *, keeps_work: bool = False) -> int:
@@ -346,9 +355,9 @@ class StageTrainer:
         period = self.manifest.averaging.steps_per_average
         keeps_work &= optimizer_step // period == self.optimizer_step // period
         num_lost = self.strategy.load_state(entries, keeps_work=keeps_work)
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.trained.items():
             parameter.copy_(tensors[name])
-        load_optimizer_state(self.optimizer, self.module, tensors)
+        load_optimizer_state(self.optimizer, self.trained, tensors)
         self._enter(optimizer_step)
         return num_lost
 
@@ -359,11 +368,10 @@ class StageTrainer:
         Raises:
             UserError: pretrained weights that cannot be read or do not fit; nothing has changed then
         """
-        initial = StageModule(self.resolved.config, self.spec, self.manifest.model)
-        self._initialise(initial)
-        for parameter, value in zip(self.module.parameters(), initial.parameters(), strict=True):
-            parameter.copy_(value)
-        self.optimizer = make_optimizer(self.manifest.optimizer, self.module)
+        initial = trained_parameters(self._make_module())
+        for name, parameter in self.trained.items():
+            parameter.copy_(initial[name])
+        self.optimizer = make_optimizer(self.manifest.optimizer, self.trained)
         self.strategy = strategy_of(self.manifest.averaging)(self)
         self._enter(0)
 
@@ -396,5 +404,5 @@ class StageTrainer:
 
 
 def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:
-    """More than any optimizer keeps of a stage: five fp32 values a parameter, and room for small entries."""
-    return 20 * resolved.costs.of(resolved.specs[stage]).parameters + 2**24
+    """More than any optimizer keeps of a stage: five fp32 values a trained parameter, and room for small entries."""
+    return 20 * resolved.num_trained(resolved.specs[stage]) + 2**24

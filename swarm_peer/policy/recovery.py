@@ -293,7 +293,7 @@ def checkpoints_beyond(
 
 
 @dataclass(frozen=True, slots=True)
-class Mover:
+class ChosenMover:
     """The peer that moves to a lost stage, or None with the reason."""
 
     peer_id: str | None
@@ -315,7 +315,9 @@ def missed(view: SwarmView, stage: int, unreached: Iterable[PeerView]) -> list[s
     )
 
 
-def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()) -> Mover:
+def choose_mover(
+    view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()
+) -> ChosenMover:
     """The peer that takes over a stage without serving peers. All peers with the same view choose the same one.
 
     It is the slowest movable peer of the stage with the most peers, since that stage misses it least.
@@ -330,7 +332,7 @@ def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stu
         if peer.state is PeerState.JOINING and peer.peer_id not in stuck
     ]
     if joining:
-        return Mover(None, f"{len(joining)} peers are joining stage {lost_stage}")
+        return ChosenMover(None, f"{len(joining)} peers are joining stage {lost_stage}")
     candidates = [
         (-len(view.serving(peer.stage)), peer.samples_per_s, peer.peer_id)
         for peer in view.peers
@@ -338,6 +340,7 @@ def choose_mover(view: SwarmView, lost_stage: int, movable: Collection[str], stu
         if lost_stage not in peer.too_large
     ]
     if not candidates:
-        return Mover(None, f"no peer may move to stage {lost_stage}: none is free, or each is the last of its stage")
+        reason = f"no peer may move to stage {lost_stage}: none is free, or each is the last of its stage"
+        return ChosenMover(None, reason)
     num_peers, _, peer_id = min(candidates)
-    return Mover(peer_id, f"it is the slowest of the {-num_peers} peers of the fullest stage")
+    return ChosenMover(peer_id, f"it is the slowest of the {-num_peers} peers of the fullest stage")

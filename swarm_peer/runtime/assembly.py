@@ -26,10 +26,10 @@ from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.capacity import Capacity
-from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
@@ -37,10 +37,10 @@ from swarm_peer.runtime.stage.time_meter import TimeMeter
 from swarm_peer.runtime.state.index import digest_weights
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.state.state_server import StateServer
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.timeline_watch import TimelineWatch
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
@@ -88,7 +88,7 @@ class ReplicaParts:
     swarm: SwarmAccess
     step_loop: StepLoop
     recovery: Recovery
-    run_watch: RunWatch
+    timeline_watch: TimelineWatch
     snapshot_keeper: SnapshotKeeper
     state_server: StateServer
     launcher: MicrobatchLauncher | None
@@ -140,7 +140,7 @@ class Assembly:
         averager = GradientAverager(
             context=context,
             stage=spec.index,
-            shapes=[parameter.shape for parameter in self.trainer.module.parameters()],
+            shapes=self.trainer.shapes,
             transport=self.peer.transport,
         )
         barrier = self._make_barrier(core, progress)
@@ -175,7 +175,7 @@ class Assembly:
             swarm=swarm,
             step_loop=step_loop,
             recovery=self._make_recovery(swarm),
-            run_watch=RunWatch(context=context, stage=spec.index, swarm=swarm),
+            timeline_watch=TimelineWatch(context=context, stage=spec.index, swarm=swarm),
             snapshot_keeper=snapshot_keeper,
             state_server=state_server,
             launcher=None if leases is None else self._make_launcher(core, swarm, leases),

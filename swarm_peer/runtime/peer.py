@@ -19,17 +19,17 @@ from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
-from swarm_peer.runtime.network.addresses import metrics_address
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.members import RunMembers
+from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.replica import StageReplica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.recovery import Start
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -161,7 +161,7 @@ class StageReplica:
         """
         donors = self.stage_mates()
         if donors:
-            donors, _ = await self.parts.run_watch.choose_donors(donors, shunned)
+            donors, _ = await self.parts.timeline_watch.choose_donors(donors, shunned)
             if not donors:
                 raise CallError("no stage-mate says that it is on another timeline than this peer has left")
             await self.parts.step_loop.join(donors, min_round)
@@ -177,7 +177,7 @@ class StageReplica:
             shunned: a timeline that this peer has left
         """
         mates = self.stage_mates()
-        choose = partial(self.parts.run_watch.choose_donors, mates, shunned)
+        choose = partial(self.parts.timeline_watch.choose_donors, mates, shunned)
         await self.parts.step_loop.catch_up(mates, choose)
 
     async def serve(
@@ -236,7 +236,7 @@ class StageReplica:
         core = self.parts.core
         try:
             while True:
-                timeline = await self.parts.run_watch.wait_until_left(core.rounds, core.admission)
+                timeline = await self.parts.timeline_watch.wait_until_left(core.rounds, core.admission)
                 self.parts.step_loop.rewinds.go_back(timeline)
         except CallError as error:
             self.leaves_timeline = isinstance(error, OtherTimeline)

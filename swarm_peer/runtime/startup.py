@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import torch
 
+from swarm_peer.codecs import PLAIN
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
@@ -174,7 +175,7 @@ def _max_payload_bytes(resolved: ResolvedManifest) -> int:
     """Most bytes of tensors in a frame that any stage of a run receives."""
     manifest = resolved.manifest
     shape = (manifest.training.microbatch_size, manifest.data.sequence_length, resolved.hidden_size)
-    return max(encoded_bytes(shape, "none"), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
+    return max(encoded_bytes(shape, PLAIN), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
 
 
 async def choose_first_stage(context: PeerContext, dht: SwarmDHT, device: torch.device) -> int:

@@ -181,7 +181,7 @@ class VoteCall(RoundCall):
 
 
 class VoteReply(Body):
-    """The callee's vote (see policy/agreement.py, Vote).
+    """The callee's vote (see policy/voting.py, AveragingVote).
 
     Attributes:
         attempt: the try of the averaging round that the vote is about; None while it has no outcome: ask again

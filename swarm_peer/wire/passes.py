@@ -15,7 +15,6 @@ import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field
 
-from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.wire.fields import Seconds
 from swarm_peer.wire.identity import Identity, id_of_key, is_peer_id, key_of_id
@@ -27,6 +26,7 @@ from swarm_peer.wire.short_addresses import pack_addresses, unpack_addresses
 MAX_PASS_BYTES = 1024
 # Most revoked tickets, and peers, that fit MAX_STORED_BYTES.
 MAX_TICKETS_REVOKED = 120
+INVITE_PREFIX = "swarm-invite-"
 # Long invites would be addresses without end; a terminal takes 4096 characters in one line.
 MAX_INVITE_CHARS = 4000
 # Of one invite, the first ones. A newcomer tries all of them before it dials any.
@@ -35,7 +35,7 @@ MAX_INVITE_ADDRESSES = 16
 PeerId = Annotated[str, Field(max_length=64)]
 
 
-class Ticket(Record):
+class TicketRecord(Record):
     """The holder of `key` may let peers into the run. Signed with the run key.
 
     Attributes:
@@ -103,14 +103,14 @@ def revocations_key(run_id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class OpenedPass:
     """A pass whose signatures are right. Whether it has expired or was revoked is another question."""
 
     peer_id: str
-    ticket: Ticket
+    ticket: TicketRecord
 
 
-def open_pass(data: object, run_id: str) -> Pass:
+def open_pass(data: object, run_id: str) -> OpenedPass:
     """Check the two signatures of a pass.
 
     Raises:
@@ -120,9 +120,9 @@ def open_pass(data: object, run_id: str) -> Pass:
         raise InvalidMessage(f"pass: not {MAX_PASS_BYTES} bytes at most")
     match unpack(data, "pass"):
         case [bytes() as ticket_envelope, bytes() as pass_envelope]:
-            ticket = unseal(Ticket, ticket_envelope, run_id, run_id)
+            ticket = unseal(TicketRecord, ticket_envelope, run_id, run_id)
             record = unseal(PassRecord, pass_envelope, run_id, ticket.key)
-            return Pass(record.peer, ticket)
+            return OpenedPass(record.peer, ticket)
         case _:
             raise InvalidMessage("pass: not [ticket, pass]")
 
@@ -150,20 +150,20 @@ class Invite:
             ValueError: the label is empty, too long, or has characters other than letters, digits and . _ @ + -
         """
         key = Identity.generate()
-        ticket = Ticket(key=key.peer_id, label=label, expires=expires, at_once=at_once)
+        ticket = TicketRecord(key=key.peer_id, label=label, expires=expires, at_once=at_once)
         return cls(run_key.peer_id, tuple(addresses), seal(ticket, run_key.peer_id, run_key), key)
 
     def pass_for(self, peer_id: str) -> bytes:
         """Sign a pass for a peer."""
         return bytes(msgpack.packb([self.ticket, seal(PassRecord(peer=peer_id), self.run_id, self.key)]))
 
-    def opened_ticket(self) -> Ticket:
+    def opened_ticket(self) -> TicketRecord:
         """The ticket itself.
 
         Raises:
             InvalidMessage: the run key has not signed it
         """
-        return unseal(Ticket, self.ticket, self.run_id, self.run_id)
+        return unseal(TicketRecord, self.ticket, self.run_id, self.run_id)
 
     def text(self) -> str:
         """The string to pass on."""

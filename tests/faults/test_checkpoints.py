@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from coordinator.checkpoints.folder import optimizer_step_of
 from coordinator.checkpoints.store import find_checkpoint
-from coordinator.run.addresses import PEERS
+from coordinator.run.address_files import PEERS
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.wire.ledger_codec import decode_ledger

@@ -19,7 +19,7 @@ class EverySecondRound(RoundStrategy):
     def __init__(self, trainee):
         super().__init__(trainee)
         self.num_kept = 0
-        self.kept = [torch.zeros(parameter.shape) for parameter in trainee.module.parameters()]
+        self.kept = [torch.zeros(parameter.shape) for parameter in trainee.trained.values()]
 
     def end_round(self, averages):
         if not self.num_kept:

@@ -21,7 +21,7 @@ from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.placement.rebalancing import StageChoice
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.wire.identity import Identity
 
@@ -36,7 +36,7 @@ def record_routes(path: Path) -> None:
     """Write down each microbatch that is counted here: its id, the stage, the optimizer step."""
     backward = StageExecutor._backward
 
-    def write(executor: StageExecutor, entered: Round, microbatch: Microbatch, *args: Any) -> Any:
+    def write(executor: StageExecutor, entered: ReplicaRound, microbatch: Microbatch, *args: Any) -> Any:
         result = backward(executor, entered, microbatch, *args)
         step = entered.step.optimizer_step
         entry = {"stage": executor._trainer.spec.index, "optimizer_step": step, "id": microbatch.id.hex()}

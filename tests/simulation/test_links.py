@@ -90,6 +90,7 @@ def test_the_planner_says_of_slow_links_what_the_simulator_does(x_over_c, latenc
         StageWork(
             layers=1,
             parameters=1,
+            trained=1,
             flops=1.0,
             activation_bytes=hop_bytes if stage < num_stages - 1 else 0.0,
             gradient_bytes=hop_bytes if stage else 0.0,

@@ -22,12 +22,12 @@ from transformers.utils import logging as transformers_logging
 
 import coordinator.run.service as service_module
 import swarm_peer.runtime.data.launcher as launcher_module
-from coordinator.checkpoints.export import export_states
+from coordinator.checkpoints.model_folder import export_states
 from coordinator.run.service import RunService
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.step.step_loop import StepLoop
 from swarm_peer.wire.messages import Mode
@@ -113,12 +113,12 @@ class FinishInvariants(Invariants):
         if loop.step.optimizer_step > self._resolved.manifest.training.steps:
             self.tube.violation(f"an update is made after the last optimizer step: {loop.step}")
 
-    def _made(self, call: Any, microbatch_id: bytes, tokens_BS: torch.Tensor, present: Round, mode: Mode) -> Any:
+    def _made(self, call: Any, microbatch_id: bytes, tokens_BS: torch.Tensor, present: ReplicaRound, mode: Mode) -> Any:
         if mode == "evaluate":
             self._sent.setdefault((HOST.get(), present.step), []).append(tokens_BS)
         return call(microbatch_id, tokens_BS, present, mode)
 
-    async def _validated(self, call: Any, launcher: MicrobatchLauncher, present: Round) -> None:
+    async def _validated(self, call: Any, launcher: MicrobatchLauncher, present: ReplicaRound) -> None:
         """A peer's share of a validation is the loss of its round's weights, of the samples that it has sent on."""
         before = list(launcher.validations)
         await call(present)

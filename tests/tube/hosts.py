@@ -23,7 +23,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.reachability import Ways
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import Invite, Ticket
+from swarm_peer.wire.passes import Invite, TicketRecord
 from swarm_peer.wire.records import Assignment, seal
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ def identity_of(name: str) -> Identity:
 
 
 RUN_KEY = identity_of("run")
-TICKET = Ticket(key=identity_of("ticket").peer_id, label="everybody", expires=int(EPOCH_S) + 24 * 3600, at_once=1000)
+TICKET = TicketRecord(
+    key=identity_of("ticket").peer_id, label="everybody", expires=int(EPOCH_S) + 24 * 3600, at_once=1000
+)
 INVITE = Invite(RUN_KEY.peer_id, (), seal(TICKET, RUN_KEY.peer_id, RUN_KEY), identity_of("ticket"))
 
 

@@ -25,18 +25,18 @@ from coordinator.run.coordination import Coordination
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.recovery import SnapshotRef, Timeline
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life, PeerState
+from swarm_peer.policy.voting import AveragingVote
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.store import SnapshotStore, StoredState, _read_stored
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore, StoredState, _read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.round_reports import RoundReports, num_read_again
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -115,7 +115,7 @@ class Records:
     made: dict[Place, set[str]] = field(default_factory=dict)
     beginnings: dict[Place, Beginning] = field(default_factory=dict)
     averagings: dict[tuple[int, int, int, str], tuple[int, set[str]]] = field(default_factory=dict)
-    votes: dict[tuple[int, int, int, str], list[Vote]] = field(default_factory=dict)
+    votes: dict[tuple[int, int, int, str], list[AveragingVote]] = field(default_factory=dict)
     unheard: dict[tuple[int, int, int, int, str], set[str]] = field(default_factory=dict)
     histories: dict[tuple[Any, ...], str] = field(default_factory=dict)
     given: set[tuple[int, int, int, str, bytes]] = field(default_factory=set)
@@ -348,7 +348,7 @@ class Invariants:
         return vote, result
 
     async def _asked(
-        self, call: Any, group: Any, peer_id: str, round_number: int, attempt: int, votes: dict[str, Vote]
+        self, call: Any, group: Any, peer_id: str, round_number: int, attempt: int, votes: dict[str, AveragingVote]
     ) -> None:
         try:
             await call(peer_id, round_number, attempt, votes)

@@ -127,7 +127,7 @@ class PeriodicInvariants(Invariants):
         super()._begun(loop, round_number, history_hash, timeline, *about)
         if self._averaging.averages_at(timeline.optimizer_step_at(round_number) - 1):
             trainer = loop._trainer
-            if not all(map(torch.equal, trainer.module.parameters(), trainer.strategy._outer)):
+            if not all(map(torch.equal, trainer.trained.values(), trainer.strategy._outer)):
                 self.tube.violation(f"{HOST.get()} begins round {round_number} with weights that are not the average's")
 
     async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:

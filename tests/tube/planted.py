@@ -33,7 +33,7 @@ from coordinator.watch.ending import Farewell, end_run_for
 from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.data.sample_ledger import Grant, SampleLedger
+from swarm_peer.policy.data.sample_ledger import LeaseDecision, SampleLedger
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
@@ -45,7 +45,7 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.state.joining import StateDownloads
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.runtime.step.handover import GradientHandover
@@ -148,8 +148,8 @@ def name_forgotten_at_retry() -> Any:
 def lease_granted_to_all() -> Any:
     """A stage-0 peer grants a slice although another peer that is alive leases it."""
 
-    def grant(original: Any, ledger: Any, slice_id: Any, peer: str, live_peers: Any) -> Grant:
-        granted: Grant = original(ledger, slice_id, peer, {peer})
+    def grant(original: Any, ledger: Any, slice_id: Any, peer: str, live_peers: Any) -> LeaseDecision:
+        granted: LeaseDecision = original(ledger, slice_id, peer, {peer})
         return granted
 
     return _wrapped(SampleLedger, "grant", grant)
@@ -347,7 +347,7 @@ def momentum_not_loaded() -> Any:
     """A peer that takes over a state begins with an optimizer's state of zeros."""
 
     async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
-        weights = set(loop._trainer.module.state_dict())
+        weights = set(loop._trainer.trained)
         tensors = {
             name: tensor if name in weights else torch.zeros_like(tensor) for name, tensor in state.tensors.items()
         }

@@ -35,7 +35,7 @@ from swarm_peer.runtime.data.slices import SliceWindows
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Reply
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
 from swarm_peer.runtime.state.state_server import StateServer
@@ -53,7 +53,7 @@ def finite_gradients_discarded() -> Any:
     """Gradients that are finite are thrown away, and reported lost: the check is the wrong way round."""
 
     def discard_if_not_finite(trainer: Any) -> int:
-        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in trainer.module.parameters())
+        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in trainer.trained.values())
         return int(trainer.discard_gradients()) if is_finite else 0
 
     return patch.object(StageTrainer, "discard_if_not_finite", discard_if_not_finite)
@@ -138,10 +138,10 @@ def present_round_read_again() -> Any:
 def brings_the_last_rounds_alone() -> Any:
     """At the end of a period, a peer names the samples of its last two rounds, and not those of earlier ones."""
 
-    def go_on_from(present: Round, before: Round) -> None:
+    def go_on_from(present: ReplicaRound, before: ReplicaRound) -> None:
         present.earlier, present.taken_over = ranges_of(before.names), before.taken_over
 
-    return patch.object(Round, "go_on_from", go_on_from)
+    return patch.object(ReplicaRound, "go_on_from", go_on_from)
 
 
 # --- modes of averaging

@@ -17,7 +17,7 @@ from loop import HOST
 
 from swarm_peer.runtime import mover
 from swarm_peer.runtime.data import launcher
-from swarm_peer.runtime.state import index, state_server, store, transfer
+from swarm_peer.runtime.state import index, snapshot_store, state_server, transfer
 from swarm_peer.runtime.step import all_reduce, handover
 
 SMALL_SHARE = 1 / 3
@@ -52,7 +52,7 @@ def pieces_of(seed: str) -> Iterator[None]:
             stack.enter_context(patch.object(handover, "CHUNK_BYTES", HANDOVER_BYTES))
             stack.enter_context(patch.object(all_reduce, "MAX_PART_VALUES", PART_VALUES))
             stack.enter_context(patch.object(mover, "has_room_beside", has_room))
-            for module in (index, store, transfer):
+            for module in (index, snapshot_store, transfer):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
             stack.enter_context(patch.object(launcher, "MAX_LAUNCHES", LAUNCHES))
             stack.enter_context(patch.object(state_server, "MAX_UPDATES_RETAINED", UPDATES_RETAINED))

@@ -3,11 +3,11 @@ import pytest
 from swarm_peer.addresses import (
     announced_addresses,
     check_own_addresses,
-    check_peer_addresses,
     multiaddress,
     peer_address,
 )
 from swarm_peer.errors import UserError
+from swarm_peer.initial_peers import check_initial_peers
 
 ID = "12D3KooWQesj3rCQXBSXiQYgCbooCQU8No5gkgRdpAaK8ahDYgsJ"
 
@@ -70,11 +70,11 @@ def test_without_an_id_nobody_is_dialled(text):
 
 
 def test_options_are_checked_as_typed():
-    check_peer_addresses(("@addresses.txt", f"1.2.3.4:5/{ID}"))
+    check_initial_peers(("@addresses.txt", f"1.2.3.4:5/{ID}"))
     with pytest.raises(UserError, match="nonsense"):
-        check_peer_addresses((f"1.2.3.4:5/{ID}", "nonsense"))
+        check_initial_peers((f"1.2.3.4:5/{ID}", "nonsense"))
     with pytest.raises(UserError, match="this invite is damaged"):
-        check_peer_addresses(("swarm-invite-lMQgavLkz0Gna4dp",))
+        check_initial_peers(("swarm-invite-lMQgavLkz0Gna4dp",))
     check_own_addresses(("0.0.0.0:0", "/ip6/::/tcp/1"), ("host.example.org:1", "/ip4/1.2.3.4/tcp/1"))
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import coordinator.cli
 import swarm_peer.cli
-from coordinator.commands.options import Count
+from coordinator.commands.shared_options import Count
 from coordinator.config_files import PEERS, RUNS, find_file
 from coordinator.planning.peers_file import load_peers
 from coordinator.query import queries
@@ -529,7 +529,7 @@ def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
 
 
 def test_a_short_run_warms_up_for_as_long_as_it_lasts(caplog):
-    from coordinator.commands.options import load_and_resolve
+    from coordinator.commands.shared_options import load_and_resolve
 
     manifest = load_and_resolve(RUNS / "demo.yaml", (), None, steps=5).manifest
     assert (manifest.training.steps, manifest.schedule.warmup_steps) == (5, 5)

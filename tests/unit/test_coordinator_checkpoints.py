@@ -26,7 +26,7 @@ from given_states import Gullible
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
 
-from coordinator.checkpoints import files as checkpoint_files
+from coordinator.checkpoints import file_store as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
 from coordinator.checkpoints import giver, state_receiver
 from coordinator.checkpoints import writer as checkpointing
@@ -37,7 +37,7 @@ from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, Duty, plan_checkpoints
 from coordinator.run.context import CoordinatorContext
-from coordinator.run.options import CheckpointOptions
+from coordinator.run.coordinator_options import CheckpointOptions
 from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, NoRoom, SwarmError, UserError
@@ -51,7 +51,7 @@ from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsReply
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)

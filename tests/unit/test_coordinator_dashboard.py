@@ -22,7 +22,7 @@ from coordinator.dashboard.merge_patch import merge_patch
 from coordinator.dashboard.place import parse_place
 from coordinator.dashboard.server import bind, kept_token, link
 from coordinator.watch import contributions as contributions_module
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, SwarmView, TimeShares
@@ -205,7 +205,7 @@ def test_samples_are_divided_among_the_peers_of_each_stage(tmp_path):
     slow = replace(slow, samples_per_s=1.0, state=PeerState.SERVING)
     made.watch.view = SwarmView(4, (*others, fast, slow))
     made.watch.lines = [line(1)]
-    contributions = Contributions(tmp_path)
+    contributions = ContributionEstimates(tmp_path)
     contributions.look(made.watch, 100.0)
     assert contributions.given[fast.peer_id].samples == 0, "nobody has seen who computed that step"
     made.watch.lines.append(line(2))
@@ -218,7 +218,7 @@ def test_samples_are_divided_among_the_peers_of_each_stage(tmp_path):
     assert (given[fast.peer_id].served_s, given[slow.peer_id].moves) == (4.0, 1)
     assert sum(each.samples for each in given.values()) == 4 * 8, "each sample passes each stage once"
     contributions.save(104.0)
-    again = Contributions(tmp_path)
+    again = ContributionEstimates(tmp_path)
     again.begin(resume=True)
     assert again.given == given
     given[fast.peer_id].served_s = 9.0
@@ -235,7 +235,7 @@ def test_after_a_restart_what_peers_tell_once_more_is_not_shared_again(counted):
     """Before the first look at its peers, a coordinator knows of no step."""
     made = made_up_page(num_peers=8)
     made.watch.lines = []
-    contributions = Contributions()
+    contributions = ContributionEstimates()
     contributions.begin(resume=True, round_number=counted and line(counted)["round"])
     contributions.look(made.watch, 100.0)
     made.watch.lines = [line(1), line(2)]
@@ -251,7 +251,7 @@ def test_shares_are_kept_of_so_many_peers_alone(monkeypatch):
     made = made_up_page(num_peers=8)
     monkeypatch.setattr(contributions_module, "MAX_PEERS", 6)
     made.watch.lines = [line(1)]
-    contributions = Contributions()
+    contributions = ContributionEstimates()
     contributions.look(made.watch, 100.0)
     made.watch.lines.append(line(2))
     contributions.look(made.watch, 102.0)

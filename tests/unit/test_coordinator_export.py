@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import coordinator.checkpoints.export
+import coordinator.checkpoints.model_folder
 import coordinator.cli
 import coordinator.watch.observer
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
@@ -140,8 +140,8 @@ def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(coordinator.watch.observer, "observer_node", observer_node)
     monkeypatch.setattr(coordinator.watch.observer, "find_manifest", find_manifest)
-    monkeypatch.setattr(coordinator.checkpoints.export, "open_transport", open_transport)
-    monkeypatch.setattr(coordinator.checkpoints.export, "fetch_snapshots", fetch_snapshots)
+    monkeypatch.setattr(coordinator.checkpoints.model_folder, "open_transport", open_transport)
+    monkeypatch.setattr(coordinator.checkpoints.model_folder, "fetch_snapshots", fetch_snapshots)
     run(monkeypatch, "--initial-peers", f"127.0.0.1:9/{ID}", "--output", tmp_path / "model")
     assert "after 1 optimizer steps" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits)

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.run.run_files import RunFiles
 from coordinator.watch import journal as journal_module
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.happenings import MOVING_S, Happenings, make_event, standing
 from coordinator.watch.journal import EVENTS, Journal, read_events
 from coordinator.watch.metrics_file import metrics_line
@@ -305,7 +305,7 @@ def open_files(folder, *, resume, promises=None):
         manifest=MANIFEST,
         resume=resume,
         journal=Journal(folder),
-        contributions=Contributions(folder),
+        contributions=ContributionEstimates(folder),
         clock=SystemClock(),
         on_line=written.append,
         promises=promises or Promises(),

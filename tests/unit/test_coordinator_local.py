@@ -18,9 +18,9 @@ from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.cli import app
 from coordinator.config_files import load_manifest
 from coordinator.run import local, serve
+from coordinator.run.coordinator_options import NodeOptions
 from coordinator.run.local import EARLY_S, MAX_EARLY_DEATHS, PeerWatch, name_processes, notes_at_start
 from coordinator.run.local_peers import LocalPeers, launch_peer
-from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 

@@ -12,8 +12,8 @@ import pytest
 
 import swarm_peer.cli
 from coordinator.run import log_file, serve
+from coordinator.run.coordinator_options import NodeOptions
 from coordinator.run.log_file import logged_to
-from coordinator.run.options import NodeOptions
 from coordinator.run.run_options import RunOptions
 from coordinator.watch.promises import Promises
 from swarm_peer.errors import SwarmError

@@ -421,6 +421,10 @@ def test_a_round_longer_than_its_timeout_is_told() -> None:
         assert any("averaging.round_timeout_s" in note for note in notes) is is_told, "70 s are more than half of 130"
     (told,) = [note for note in report["notes"] if "averaging.mode=periodic" in note]
     assert "averaging.compression=blockwise_8bit sends fewer bytes" in told
+    for codec, is_told in (("fp16", True), ("blockwise_8bit", False), ("int4_hadamard", False)):
+        changed = manifest_of("gpt2-124m", *overrides, f"averaging.compression={codec}")
+        notes = make_report(changed, [slow], num_stages=1)["notes"]
+        assert any("blockwise_8bit sends fewer bytes" in note for note in notes) is is_told, codec
     hidden = "averaging.mode=delayed", "training.global_batch_size=262144"
     delayed = make_report(manifest_of("gpt2-124m", *overrides, *hidden), [slow], num_stages=1)
     assert delayed["step"]["averaging_s"] < 120, "most of it is hidden by the next round"

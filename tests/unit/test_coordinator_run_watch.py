@@ -12,10 +12,10 @@ from rich.console import Console
 from coordinator.dashboard.from_folder import read_history
 from coordinator.dashboard.history import History
 from coordinator.run.run_files import RunFiles
-from coordinator.watch.contributions import Contributions
+from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.happenings import Happenings
 from coordinator.watch.journal import Journal
-from coordinator.watch.live import LiveView, peers_table, run_table
+from coordinator.watch.live_view import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.metrics_file import MetricsFile, ValidationLoss, metrics_line, whole_lines
 from coordinator.watch.promises import Promises
@@ -474,7 +474,7 @@ def open_files(folder, manifest):
         manifest=manifest,
         resume=True,
         journal=Journal(folder),
-        contributions=Contributions(folder),
+        contributions=ContributionEstimates(folder),
         clock=SystemClock(),
         on_line=lambda line: None,
         promises=Promises(),

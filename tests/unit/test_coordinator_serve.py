@@ -19,9 +19,9 @@ import pytest
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run import serve
-from coordinator.run.addresses import KnownPeers
+from coordinator.run.address_files import KnownPeers
+from coordinator.run.coordinator_options import NodeOptions
 from coordinator.run.events import RunEvents
-from coordinator.run.options import NodeOptions
 from coordinator.run.run_files import note_end
 from coordinator.run.run_options import RunOptions, lock_folder
 from coordinator.watch.journal import Journal, has_ended, read_events

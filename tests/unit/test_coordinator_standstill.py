@@ -12,7 +12,7 @@ from test_coordinator_run_watch import make_watch, peer, record, report
 from coordinator.dashboard.snapshot import Background, make_snapshot
 from coordinator.watch.happenings import TELL_AGAIN_S
 from coordinator.watch.journal import Journal
-from coordinator.watch.live import LiveView, peers_table, run_table
+from coordinator.watch.live_view import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.summary import summarise
 from swarm_peer.policy.standstill import STANDS_S

@@ -13,7 +13,7 @@ from coordinator.watch.targets import scrape_targets
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics, serve_metrics
-from swarm_peer.runtime.network.addresses import metrics_address
+from swarm_peer.runtime.network.peer_addresses import metrics_address
 
 PUBLIC = "/ip4/203.0.113.5/tcp/1/p2p/x"
 LOOPBACK = "/ip4/127.0.0.1/tcp/1/p2p/x"

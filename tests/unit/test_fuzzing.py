@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import msgpack
 import pytest
@@ -26,10 +26,8 @@ from test_wire_places import COORDINATOR, GOOD, HASH, PEER, RUN, RUN_KEY, key_id
 from test_wire_records import ASSIGNMENT, RECORDS
 
 from coordinator.watch.run_watch import RunWatch
-from swarm_peer.addresses import INVITE_PREFIX
-from swarm_peer.config import Codec
+from swarm_peer.codecs import CODECS
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
-from swarm_peer.policy.agreement import Vote, agree
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
@@ -37,6 +35,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, SnapshotRef, choose_rewind, credible, find_standing
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, fault_of
+from swarm_peer.policy.voting import AveragingVote, agree
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.progress import ProgressBook
@@ -73,7 +72,7 @@ from swarm_peer.wire.messages import (
     VoteReply,
 )
 from swarm_peer.wire.packing import unpack
-from swarm_peer.wire.passes import Invite, PassRecord, Revocations, RevocationsRecord, open_pass
+from swarm_peer.wire.passes import INVITE_PREFIX, Invite, PassRecord, Revocations, RevocationsRecord, open_pass
 from swarm_peer.wire.places import RecordPlaces
 from swarm_peer.wire.records import (
     Announcement,
@@ -97,7 +96,6 @@ MOST_BYTES = 32 * 2**20
 MOST_SENT_BYTES = 2**20
 
 MANIFEST = manifest()
-CODECS = get_args(Codec)
 COUNTS = ((PEER.peer_id, seal(Progress(round_number=1, samples=2, claimed=2, loss_sum=1.0), HASH, PEER)),)
 IN_ROUND = {"manifest": HASH, "stage": 1, "round_number": 1}
 TIMELINE = dict.fromkeys(
@@ -346,7 +344,7 @@ def use(body: AnyBody, rng: Chance) -> None:
             refs = [SnapshotRef(*ref) for ref in body.snapshots]
             choose_rewind({"a": [SnapshotRef(0, 2, 2)], "b": refs}, 2, 1, standing.optimizer_step, 0)
         case VoteReply(attempt=int() as attempt):
-            votes = {"me": Vote(attempt, "x", 2), "other": Vote(attempt, body.checksum, body.samples)}
+            votes = {"me": AveragingVote(attempt, "x", 2), "other": AveragingVote(attempt, body.checksum, body.samples)}
             agree("me", votes, may_retry=rng.random() < 0.5)
         case LeaseReply() | LeaseCall():
             ledger = SampleLedger(64)
@@ -430,7 +428,7 @@ def read_ledger(rng: Chance) -> Iterator[Callable[[], Any]]:
 
 
 def read_tensor(rng: Chance) -> Iterator[Callable[[], Any]]:
-    codec, shape = rng.choice(CODECS), (2, rng.choice((0, 1, 3, 300)))
+    codec, shape = rng.choice(list(CODECS)), (2, rng.choice((0, 1, 3, 300)))
     exact = encoded_bytes(shape, codec)
     length = exact if rng.random() < 0.5 else max(0, exact + rng.choice((-256, -4, -1, 1, 4, 5, 256)))
     data = memoryview(bytearray(rng.randbytes(length)))

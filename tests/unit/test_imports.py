@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,14 @@ def test_policy_has_no_clock_and_no_dice(path):
 def test_wire_does_not_know_the_runtime_and_the_model(path):
     for name in imports_of(path):
         if is_in(name, "swarm_peer", "coordinator"):
-            allowed = ("wire", "protocol", "policy", "config", "config_errors", "errors", "addresses")
+            allowed = ("wire", "protocol", "policy", "codecs", "config", "config_errors", "errors", "addresses")
             assert is_in(name, *(f"swarm_peer.{each}" for each in allowed)), f"{ids(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules_under("swarm_peer/codecs"), ids=ids)
+def test_codecs_know_nothing_else(path):
+    for name in imports_of(path):
+        assert not is_in(name, "swarm_peer") or is_in(name, "swarm_peer.codecs"), f"{ids(path)} imports {name}"
 
 
 @pytest.mark.parametrize("path", modules_under("swarm_peer/model"), ids=ids)
@@ -110,10 +117,12 @@ COORDINATOR_KNOWS = (
     *(
         "swarm_peer.addresses",
         "swarm_peer.cli",
+        "swarm_peer.codecs",
         "swarm_peer.config",
         "swarm_peer.config_errors",
         "swarm_peer.errors",
         "swarm_peer.files",
+        "swarm_peer.initial_peers",
         "swarm_peer.policy",
         "swarm_peer.wire",
     ),
@@ -158,6 +167,25 @@ def test_hivemind_stays_inside_its_adapters():
     found = {path.name for path in modules_under("swarm_peer") if any(is_in(n, "hivemind") for n in imports_of(path))}
     assert found <= HIVEMIND_ADAPTERS
     assert found, "the test finds imports"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside of functions are there for a quick `--help`, and do not hide a circle."""
+    files = {module_of(path): path for path in modules_under("swarm_peer", "coordinator")}
+    graph = {name: files.keys() & set(imports_of(path)) for name, path in files.items()}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_the_wall_sees_a_circle_through_a_function(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for name, text in {"a": "from swarm_peer import b", "b": "def x():\n import swarm_peer.c", "c": ""}.items():
+        (tmp_path / "swarm_peer").mkdir(exist_ok=True)
+        (tmp_path / "swarm_peer" / f"{name}.py").write_text(text)
+    test_no_modules_import_each_other_in_a_circle()
+    imports_of.cache_clear()
+    (tmp_path / "swarm_peer" / "c.py").write_text("from swarm_peer.a import y")
+    with pytest.raises(graphlib.CycleError):
+        test_no_modules_import_each_other_in_a_circle()
 
 
 def test_the_wall_sees_all_kinds_of_imports(tmp_path, monkeypatch):

@@ -108,13 +108,13 @@ def test_an_update_that_is_taken_back_leaves_no_trace(optimizer):
     [trainer] = replicas(1, resolved_of(averaging={"mode": "synchronous"}, optimizer=optimizer))
     gradient = [torch.full_like(parameter, 0.1) for parameter in trainer.module.parameters()]
     for _ in range(2):  # before the optimizer has any state, and after
-        before, state = weights(trainer), optimizer_state(trainer.optimizer, trainer.module)
+        before, state = weights(trainer), optimizer_state(trainer.optimizer, trainer.trained)
         kept = trainer.try_update(gradient)
         assert are_equal(kept, before)
         assert not are_equal(present(trainer), before)
         trainer.set_weights(kept)
         assert are_equal(weights(trainer), before)
-        after = optimizer_state(trainer.optimizer, trainer.module)
+        after = optimizer_state(trainer.optimizer, trainer.trained)
         assert state.keys() == after.keys()
         assert are_equal(state.values(), after.values())
         assert trainer.num_samples == 0

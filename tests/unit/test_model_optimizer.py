@@ -58,6 +58,10 @@ class Example(nn.Module):
         self.small = nn.Parameter(torch.randn((7, 5), generator=generator))
         self.vector = nn.Parameter(torch.randn(9, generator=generator))
 
+    @property
+    def trained(self):
+        return dict(self.named_parameters())
+
     def take_steps(self, optimizer, first, end):
         for step in range(first, end):
             generator = torch.Generator().manual_seed(step)
@@ -79,20 +83,20 @@ ALL = pytest.mark.parametrize("section", SECTIONS, ids=["momentum", "sgd", "adam
 @pytest.mark.parametrize("num_steps_before", [0, 2], ids=["fresh", "used"])
 def test_a_loaded_optimizer_goes_on_exactly(section, num_steps_before):
     module = Example()
-    optimizer = make_optimizer(section, module)
+    optimizer = make_optimizer(section, module.trained)
     module.take_steps(optimizer, 0, 3)
 
     other = Example()
-    loaded = make_optimizer(section, other)
+    loaded = make_optimizer(section, other.trained)
     other.take_steps(loaded, 50, 50 + num_steps_before)
     other.load_state_dict(module.state_dict())
-    load_optimizer_state(loaded, other, optimizer_state(optimizer, module))
+    load_optimizer_state(loaded, other.trained, optimizer_state(optimizer, module.trained))
 
     for one, opt in ((module, optimizer), (other, loaded)):
         one.take_steps(opt, 3, 6)
     for name, expected in module.state_dict().items():
         assert torch.equal(other.state_dict()[name], expected), name
-    saved, again = optimizer_state(optimizer, module), optimizer_state(loaded, other)
+    saved, again = optimizer_state(optimizer, module.trained), optimizer_state(loaded, other.trained)
     assert saved.keys() == again.keys()
     assert all(torch.equal(saved[name], again[name]) for name in saved)
 
@@ -100,11 +104,11 @@ def test_a_loaded_optimizer_goes_on_exactly(section, num_steps_before):
 @ALL
 def test_an_empty_state_makes_an_optimizer_fresh(section):
     module, other = Example(), Example()
-    optimizer, fresh = make_optimizer(section, module), make_optimizer(section, other)
-    empty = optimizer_state(optimizer, module)
+    optimizer, fresh = make_optimizer(section, module.trained), make_optimizer(section, other.trained)
+    empty = optimizer_state(optimizer, module.trained)
     assert empty == {}
     module.take_steps(optimizer, 0, 2)
-    load_optimizer_state(optimizer, module, empty)
+    load_optimizer_state(optimizer, module.trained, empty)
     module.load_state_dict(Example().state_dict())
     for one, opt in ((module, optimizer), (other, fresh)):
         one.take_steps(opt, 3, 5)
@@ -114,18 +118,18 @@ def test_an_empty_state_makes_an_optimizer_fresh(section):
 @ALL
 def test_the_template_describes_the_state(section):
     module = Example()
-    optimizer = make_optimizer(section, module)
+    optimizer = make_optimizer(section, module.trained)
     module.take_steps(optimizer, 0, 1)
-    state, template = optimizer_state(optimizer, module), optimizer_state_template(optimizer, module)
+    state, template = optimizer_state(optimizer, module.trained), optimizer_state_template(optimizer, module.trained)
     assert {n: (v.shape, v.dtype) for n, v in state.items()} == {n: (v.shape, v.dtype) for n, v in template.items()}
     assert {value.device.type for value in template.values()} <= {"meta"}
 
 
 def test_eight_bit_states_are_small():
     module = Example()
-    optimizer = make_optimizer(SECTIONS[-1], module)
+    optimizer = make_optimizer(SECTIONS[-1], module.trained)
     module.take_steps(optimizer, 0, 1)
-    state = optimizer_state(optimizer, module)
+    state = optimizer_state(optimizer, module.trained)
     assert state["optimizer/large/state1"].dtype == torch.uint8
     assert state["optimizer/small/state1"].dtype == torch.float32
     assert not any("qmap" in name for name in state)
@@ -134,7 +138,7 @@ def test_eight_bit_states_are_small():
 @ALL
 def test_only_matrices_decay(section):
     module = Example()
-    optimizer = make_optimizer(section, module)
+    optimizer = make_optimizer(section, module.trained)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays[id(module.large)] == decays[id(module.small)] == section.weight_decay
     assert decays[id(module.vector)] == 0.0
@@ -142,10 +146,10 @@ def test_only_matrices_decay(section):
 
 def test_what_is_loaded_is_copied():
     module = Example()
-    optimizer = make_optimizer(SECTIONS[2], module)
+    optimizer = make_optimizer(SECTIONS[2], module.trained)
     module.take_steps(optimizer, 0, 2)
-    state = optimizer_state(optimizer, module)
+    state = optimizer_state(optimizer, module.trained)
     copies = {name: value.clone() for name, value in state.items()}
-    load_optimizer_state(optimizer, module, state)
+    load_optimizer_state(optimizer, module.trained, state)
     module.take_steps(optimizer, 2, 4)
     assert all(torch.equal(state[name], copies[name]) for name in state)

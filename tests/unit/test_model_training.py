@@ -6,12 +6,13 @@ from tiny_models import CONFIGS, GPT2, LENGTH, LLAMA, VOCABULARY
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from swarm_peer.codecs.floats import FP16_SCALE
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.gradient_norm import MAX_GRADIENT_NORM, total_norm
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.training import FP16_LOSS_SCALE, StageTrainer
+from swarm_peer.model.training import StageTrainer
 
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -347,7 +348,7 @@ def test_fp16_gradients_travel_scaled(sections):
         passes = go_forward(trainers, tokens(0))
         travelling.append(trainers[1].backward(passes[1]))
         trainers[0].backward(passes[0], travelling[-1])
-    torch.testing.assert_close(travelling[1], travelling[0] * FP16_LOSS_SCALE)
+    torch.testing.assert_close(travelling[1], travelling[0] * FP16_SCALE)
     for one, other in zip(plain, scaled, strict=True):
         for expected, mean in zip(one.mean_gradients(), other.mean_gradients(), strict=True):
             torch.testing.assert_close(mean, expected)

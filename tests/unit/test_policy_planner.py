@@ -31,6 +31,7 @@ def work(flops=10.0, activation=0.0, gradient=0.0, averaging=0.0, fixed=0.0, mic
     return StageWork(
         layers=1,
         parameters=1,
+        trained=1,
         flops=flops,
         activation_bytes=activation,
         gradient_bytes=gradient,

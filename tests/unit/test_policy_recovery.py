@@ -9,8 +9,8 @@ from swarm_peer.policy.recovery import (
     FIRST_TIMELINE,
     MIN_ROUNDS_LEFT,
     TIMELINE_OFFSETS,
+    ChosenMover,
     Claim,
-    Mover,
     SnapshotRef,
     Standing,
     Timeline,
@@ -310,7 +310,7 @@ def test_the_last_peer_of_a_stage_never_moves(peers, movable):
 
 def test_the_slowest_of_the_fullest_stage_moves():
     peers = [serving("a", 0, 0.1), serving("b", 0, 3), serving("c", 2, 5), serving("d", 2, 4), serving("e", 2, 4)]
-    assert mover(*peers) == Mover("d", "it is the slowest of the 3 peers of the fullest stage")
+    assert mover(*peers) == ChosenMover("d", "it is the slowest of the 3 peers of the fullest stage")
     assert mover(*peers, movable={"b", "c"}).peer_id == "c", "of those that may"
     assert mover(*peers, movable={"b"}).peer_id == "b"
 
@@ -322,7 +322,7 @@ def test_a_peer_that_does_not_serve_is_no_stage_mate(state):
 
 def test_no_peer_moves_to_a_stage_that_another_joins():
     peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
-    assert mover(*peers) == Mover(None, "1 peers are joining stage 1")
+    assert mover(*peers) == ChosenMover(None, "1 peers are joining stage 1")
     assert mover(*peers[:2], serving("c", 1, state=PeerState.DRAINING)).peer_id == "a", "who leaves does not count"
 
 
@@ -335,9 +335,9 @@ def test_a_stuck_peer_keeps_no_other_from_moving():
 
 def test_the_reason_says_why_nobody_may_move():
     reason = "no peer may move to stage 1: none is free, or each is the last of its stage"
-    assert mover(serving("a", 0), serving("b", 2)) == Mover(None, reason)
-    assert mover(serving("a", 0), serving("b", 0), movable=()) == Mover(None, reason)
-    assert mover() == Mover(None, reason)
+    assert mover(serving("a", 0), serving("b", 2)) == ChosenMover(None, reason)
+    assert mover(serving("a", 0), serving("b", 0), movable=()) == ChosenMover(None, reason)
+    assert mover() == ChosenMover(None, reason)
 
 
 BEFORE, AFTER, LATER = FIRST_TIMELINE, Timeline(110, 40, 40), Timeline(130, 40, 40)

@@ -8,7 +8,7 @@ from swarm_peer.errors import Busy, NotServing, RoundClosed
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.capacity import Capacity
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.rounds import RoundBook
 
 

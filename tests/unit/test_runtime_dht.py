@@ -21,10 +21,10 @@ from swarm_peer.errors import UserError
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import guarded_p2p
-from swarm_peer.runtime.network.addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
 from swarm_peer.runtime.network.dht import REJOIN_TRIES, SwarmDHT, key_id_of
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.peer_addresses import GREETING, is_dialable, is_tcp_address, listening, resolved
 from swarm_peer.runtime.network.reachability import Ways
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, place_of
 from swarm_peer.wire.identity import Identity

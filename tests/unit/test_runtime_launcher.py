@@ -28,7 +28,7 @@ from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.prefetch import Sample
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.capacity import Capacity
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import HopResult
 from swarm_peer.wire.codecs import decode_tokens

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from coordinator.cli import app as coordinator_app
 from coordinator.dashboard.place import parse_place
-from coordinator.run.options import NodeOptions
+from coordinator.run.coordinator_options import NodeOptions
 from swarm_peer.cli import app as peer_app
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import UserError

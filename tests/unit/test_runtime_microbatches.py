@@ -42,10 +42,10 @@ from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.stage import executor as executor_module
 from swarm_peer.runtime.stage import stage_client
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.capacity import Capacity
-from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook, Transfer
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient, time_of_callee
 from swarm_peer.runtime.stage.stage_server import StageServer

@@ -137,7 +137,7 @@ async def test_who_leaves_a_timeline_ends_no_round_with_the_stage_mates_on_it(er
             executor=SimpleNamespace(stop_waiting=lambda: None),
         ),
         launcher=None,
-        run_watch=SimpleNamespace(wait_until_left=wait_until_left),
+        timeline_watch=SimpleNamespace(wait_until_left=wait_until_left),
         step_loop=SimpleNamespace(leave=leave),
     )
     await replica._follow_run(left.append)

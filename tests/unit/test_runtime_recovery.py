@@ -21,7 +21,6 @@ from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotServing
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy import recovery as policy
-from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.lineage import extend_lineage
@@ -30,6 +29,7 @@ from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.voting import Verdict
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.gossip import Gossip
@@ -38,11 +38,11 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply, check_body
 from swarm_peer.runtime.replica import StageReplica
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.capacity import Capacity
-from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.state import joining, recovery, rescue, run_watch
+from swarm_peer.runtime.state import joining, recovery, rescue, timeline_watch
 from swarm_peer.runtime.state.index import StageState, digest_weights, extend_history
 from swarm_peer.runtime.state.own_work import OwnWork
 from swarm_peer.runtime.state.recovery import (
@@ -55,8 +55,8 @@ from swarm_peer.runtime.state.recovery import (
     Recovery,
 )
 from swarm_peer.runtime.state.rescue import JOINER_BYTES_PER_S, JOINER_PATIENCE, RESCUE_PATIENCE, watch_stages
-from swarm_peer.runtime.state.run_watch import RunWatch
 from swarm_peer.runtime.state.snapshot_keeper import GUARD_TRIES, SnapshotKeeper
+from swarm_peer.runtime.state.timeline_watch import TimelineWatch
 from swarm_peer.runtime.step import contribution, rewinds
 from swarm_peer.runtime.step import step_loop as steps
 from swarm_peer.runtime.step.barrier import Barrier
@@ -145,7 +145,7 @@ class Peer:
             unreached=swarm.unreached,
             furthest=lambda: swarm.furthest,
         )
-        self.run_watch = RunWatch(context=context, stage=stage, swarm=access)
+        self.timeline_watch = TimelineWatch(context=context, stage=stage, swarm=access)
         self.keeper = SnapshotKeeper(
             context=context, stage=stage, swarm=access, state_server=self.donor.server, snapshots=self.donor.store
         )
@@ -308,7 +308,7 @@ class Watching:
 
         async def watch():
             try:
-                found.append(await self.peer.run_watch.wait_until_left(self.rounds, self.admission))
+                found.append(await self.peer.timeline_watch.wait_until_left(self.rounds, self.admission))
             except CallError as error:
                 found.append(error)
 
@@ -328,7 +328,7 @@ class Watching:
 async def watching(swarm, monkeypatch, request):
     limits = MANIFEST.limits.model_copy(update={"announcement_s": 0.01})
     peer = await swarm.add("b", 1, round_number=47, timeline=getattr(request, "param", FIRST_TIMELINE))
-    monkeypatch.setattr(peer.run_watch, "_manifest", MANIFEST.model_copy(update={"limits": limits}))
+    monkeypatch.setattr(peer.timeline_watch, "_manifest", MANIFEST.model_copy(update={"limits": limits}))
     return Watching(swarm, peer)
 
 
@@ -351,7 +351,7 @@ async def test_a_peer_whose_part_of_the_run_went_on_elsewhere_joins_anew(swarm, 
 async def test_who_is_stuck_leaves_no_timeline_on_the_word_of_a_few_soon(
     swarm, watching, monkeypatch, reaches_all_in_the_end
 ):
-    monkeypatch.setattr(run_watch, "MOST_UNSURE_LOOKS", 1000)
+    monkeypatch.setattr(timeline_watch, "MOST_UNSURE_LOOKS", 1000)
     for peer_id, stage in (("a", 0), ("m", 1), ("d", 1), ("c", 2)):
         own = watching.rounds.step.timeline
         timeline = FIRST_TIMELINE if own > FIRST_TIMELINE else NEWER
@@ -361,7 +361,7 @@ async def test_who_is_stuck_leaves_no_timeline_on_the_word_of_a_few_soon(
     if reaches_all_in_the_end:
         fault.times = 0
     else:
-        monkeypatch.setattr(run_watch, "MOST_UNSURE_LOOKS", 2)
+        monkeypatch.setattr(timeline_watch, "MOST_UNSURE_LOOKS", 2)
     with pytest.raises(OtherTimeline):
         await watching.see(looks=4)
 
@@ -493,7 +493,7 @@ async def test_what_was_found_out_about_a_timeline_that_has_been_left_does_not_c
         return swarm.view()
 
     watching.admission.forget_later_rounds()
-    watching.peer.run_watch._swarm.look = look
+    watching.peer.timeline_watch._swarm.look = look
     watching.meet_another()
     assert await watching.see() is None
 
@@ -512,10 +512,10 @@ async def test_what_two_looks_do_not_agree_on_is_looked_at_again(swarm, watching
         swarm.peers["m"].enter(46, NEWER if swarm.looks % 2 else FIRST_TIMELINE)
         return view
 
-    watching.peer.run_watch._swarm.look = look_and_change
+    watching.peer.timeline_watch._swarm.look = look_and_change
     watching.meet_another()
     assert await watching.see(looks=4) is None
-    watching.peer.run_watch._swarm.look = look
+    watching.peer.timeline_watch._swarm.look = look
     swarm.peers["m"].enter(9, FIRST_TIMELINE)
     watching.meet_another()
     with pytest.raises(OtherTimeline):
@@ -561,7 +561,7 @@ async def test_a_state_is_taken_of_mates_on_the_runs_timeline(swarm, watching, d
     del swarm.peers["b"]  # this peer serves no more
     if donors == "am":
         await swarm.add("z", 0, round_number=53, timeline=NEWER)
-    assert await watching.peer.run_watch.choose_donors(list(donors), shunned) == left
+    assert await watching.peer.timeline_watch.choose_donors(list(donors), shunned) == left
 
 
 async def test_a_round_that_is_ending_is_not_left_behind(swarm, watching):

@@ -12,13 +12,13 @@ from memory_transport import MemoryNetwork
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
-from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.voting import Verdict
 from swarm_peer.runtime.network import progress
 from swarm_peer.runtime.network.gossip import GREET_TRIES, Gossip
 from swarm_peer.runtime.network.progress import ProgressBook

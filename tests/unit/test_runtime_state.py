@@ -20,16 +20,16 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
-from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.recovery import FIRST_TIMELINE, SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.step_state import StepState
+from swarm_peer.policy.voting import AveragingVote
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
 from swarm_peer.runtime.state import index as state_index
+from swarm_peer.runtime.state import snapshot_store as snapshots
 from swarm_peer.runtime.state import state_server
-from swarm_peer.runtime.state import store as snapshots
 from swarm_peer.runtime.state import transfer as state_transfer
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.joining import take_snapshot
@@ -992,7 +992,7 @@ async def test_an_update_that_is_voted_on_is_waited_for(world):
     donor = await world.donor("a")
     await world.fetch(donor)
     ending = donor.donor.rounds.current
-    ending.attempt, ending.vote = 0, Vote(0, "history_hash of 2.0")
+    ending.attempt, ending.vote = 0, AveragingVote(0, "history_hash of 2.0")
     asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
     await anyio.wait_all_tasks_blocked()
     assert not asking.done()
@@ -1005,7 +1005,7 @@ async def test_an_update_that_is_tried_again_is_not_waited_for(world):
     donor = await world.donor("a")
     await world.fetch(donor)
     ending = donor.donor.rounds.current
-    ending.attempt, ending.vote = 0, Vote(0, None)
+    ending.attempt, ending.vote = 0, AveragingVote(0, None)
     asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
     await anyio.wait_all_tasks_blocked()
     ending.attempt = 1

@@ -8,12 +8,19 @@ from typing import Any
 import msgpack
 import pytest
 
-from swarm_peer.addresses import INVITE_PREFIX
 from swarm_peer.errors import InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.identities import KeptFile
 from swarm_peer.runtime.network.pass_checker import SEEN_S, PassChecker
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import MAX_INVITE_ADDRESSES, Invite, Revocations, Revoked, Ticket, open_pass
+from swarm_peer.wire.passes import (
+    INVITE_PREFIX,
+    MAX_INVITE_ADDRESSES,
+    Invite,
+    Revocations,
+    Revoked,
+    TicketRecord,
+    open_pass,
+)
 from swarm_peer.wire.records import seal
 
 RUN, OTHER_RUN = Identity.generate(), Identity.generate()
@@ -66,7 +73,7 @@ def test_the_run_itself_needs_no_pass_and_an_open_run_asks_for_none(checker: Pas
 
 FRIENDS = invite()
 SELF_MADE = Invite(RUN.peer_id, (), invite(OTHER_RUN).ticket, Identity.generate())
-TICKET = Ticket(key=SELF_MADE.key.peer_id, label="x", expires=NOW + 3600, at_once=9)
+TICKET = TicketRecord(key=SELF_MADE.key.peer_id, label="x", expires=NOW + 3600, at_once=9)
 FORGED = Invite(RUN.peer_id, (), seal(TICKET, RUN.peer_id, SELF_MADE.key), SELF_MADE.key)
 
 

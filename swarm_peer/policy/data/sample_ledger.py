@@ -74,7 +74,7 @@ MAX_ORDERS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class LeaseDecision:
     """Whether a peer may read a slice, and why.
 
     Attributes:
@@ -261,20 +261,20 @@ class SampleLedger:
         """Add to `passed_over`. A lie goes no further than a few passes, since `wanted` looks through all of them."""
         self.passed_over.update(each for each in slices if each.pass_number < self.current_pass + MAX_PASSED_OVER)
 
-    def grant(self, slice_id: SliceId, peer: str, live_peers: Collection[str]) -> Grant:
+    def grant(self, slice_id: SliceId, peer: str, live_peers: Collection[str]) -> LeaseDecision:
         """Lease a slice to a peer, unless it is finished or another live peer leases it."""
         ahead = slice_id.pass_number - self.current_pass
         if not (ahead < MAX_PASSES_AHEAD and 0 <= slice_id.slice_index < self.num_slices):
-            return Grant(False, f"no slice {slice_id.slice_index} of pass {slice_id.pass_number} in this run")
+            return LeaseDecision(False, f"no slice {slice_id.slice_index} of pass {slice_id.pass_number} in this run")
         if self.is_finished(slice_id):
-            return Grant(False, "finished")
+            return LeaseDecision(False, "finished")
         owner = self.owner(slice_id)
         if owner is not None and owner != peer and owner in live_peers:
-            return Grant(False, "leased to another live peer", owner)
+            return LeaseDecision(False, "leased to another live peer", owner)
         self.note_lease(slice_id, peer)
         if owner is None:
-            return Grant(True, "free", peer)
-        return Grant(True, "leased to it before" if owner == peer else "its owner is gone", peer)
+            return LeaseDecision(True, "free", peer)
+        return LeaseDecision(True, "leased to it before" if owner == peer else "its owner is gone", peer)
 
     def note_lease(self, slice_id: SliceId, owner: str) -> None:
         """Note that `owner` leases a slice, by hearsay. A finished or impossible slice is ignored."""

@@ -18,16 +18,18 @@ class StageWork:
     Attributes:
         layers: number of transformer layers
         parameters: number of weights
+        trained: number of those that training changes
         flops: compute of one sample, forward and backward, recomputation included
         activation_bytes: one sample's activations as sent to the next stage, encoded; 0 for the last stage
         gradient_bytes: one sample's gradients as sent to the previous stage, encoded; 0 for the first stage
-        averaging_bytes: the gradients of all weights, encoded
+        averaging_bytes: the gradients of all trained weights, encoded
         memory: what it takes of a peer's memory
         host_bytes: what it takes of the machine's memory beside a GPU
     """
 
     layers: int
     parameters: int
+    trained: int
     flops: float
     activation_bytes: float
     gradient_bytes: float

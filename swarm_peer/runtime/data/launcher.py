@@ -20,8 +20,8 @@ from swarm_peer.policy.trouble import Complaint, LaunchRecord, worst
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
-from swarm_peer.runtime.stage.core import ReplicaCore
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.messages import Mode
@@ -59,7 +59,7 @@ class _Batch:
     tokens_BS: torch.Tensor
     samples: tuple[SampleId, ...]
     generation: int
-    claimed: Round | None = None
+    claimed: ReplicaRound | None = None
     id: bytes = b""
     failures: int = 0
 
@@ -110,7 +110,7 @@ class MicrobatchLauncher:
         self._waiting: list[_Batch] = []  # to be launched, some of them again
         self._is_drawing = False
         self._in_flight = 0
-        self._heard_others: Round | None = None  # the round of the last exchange of counts within stage 0
+        self._heard_others: ReplicaRound | None = None  # the round of the last exchange of counts within stage 0
         self._claimed_at_s = context.clock.monotonic_s()
         self._rng = context.random.stream("news")
         self._record = LaunchRecord()
@@ -189,12 +189,12 @@ class MicrobatchLauncher:
                     await self._tell_some()
                 self._context.changed.notify()  # some peer may have lost its share by its silence meanwhile
 
-    def _is_at_end(self, present: Round) -> bool:
+    def _is_at_end(self, present: ReplicaRound) -> bool:
         """Whether a round goes on without anything that this peer alone may launch."""
         is_open = present is self._rounds.current and self._admission.is_open
         return is_open and self._wants_samples() and not self._has_own_to_launch()
 
-    async def _until_busy_or_idle(self, present: Round, was_idle: bool) -> None:
+    async def _until_busy_or_idle(self, present: ReplicaRound, was_idle: bool) -> None:
         def has_changed() -> bool:
             return not self._is_at_end(present) or (self._in_flight == 0) != was_idle
 
@@ -237,12 +237,12 @@ class MicrobatchLauncher:
             return True
         return self._may_claim(present, only_own=True)
 
-    def _may_claim(self, present: Round, *, only_own: bool = False) -> bool:
+    def _may_claim(self, present: ReplicaRound, *, only_own: bool = False) -> bool:
         live = self._progress.active((peer.peer_id for peer in self._swarm.view().serving(0)), self._patience_s)
         size = self._manifest.training.microbatch_size
         return self._progress.counter.may_claim(present.number, self._life, live, size, only_own=only_own)
 
-    def _is_left_out(self, present: Round) -> bool:
+    def _is_left_out(self, present: ReplicaRound) -> bool:
         """Whether this peer has had no place in a global batch for as long as others wait for one that counts nothing.
 
         In small rounds they may have taken all places before it begins. So it launches one microbatch beyond them: once
@@ -258,7 +258,7 @@ class MicrobatchLauncher:
         is_full = self._progress.counter.is_full(step.round_number)
         return step.optimizer_step < self._manifest.training.steps and not is_full
 
-    def _take_waiting(self, present: Round) -> _Batch:
+    def _take_waiting(self, present: ReplicaRound) -> _Batch:
         """Take a waiting batch, first those with a place in this global batch: others may have to wait for one."""
         batch = next((batch for batch in self._waiting if batch.claimed is present), self._waiting[0])
         self._waiting.remove(batch)
@@ -281,7 +281,7 @@ class MicrobatchLauncher:
             self._is_drawing = False
             self._context.changed.notify()
 
-    def _claim(self, batch: _Batch, present: Round) -> None:
+    def _claim(self, batch: _Batch, present: ReplicaRound) -> None:
         """Give a batch a place in the global batch of the round, unless it has one already."""
         if batch.claimed is not present:
             batch.claimed = present
@@ -303,7 +303,7 @@ class MicrobatchLauncher:
         grown = RoundCount(own.samples + len(samples), own.claimed + claimed, own.loss_sum + loss_sum, ranges)
         self.current = self._progress.count_own(round_number, grown)
 
-    async def _train(self, batch: _Batch, present: Round) -> None:
+    async def _train(self, batch: _Batch, present: ReplicaRound) -> None:
         outcome, reason, later_round = "counted", "", 0
         if batch.generation != self._record_generation:  # the weights may be others than those that have failed
             self._record_generation = batch.generation
@@ -333,7 +333,7 @@ class MicrobatchLauncher:
             self._context.metrics.microbatches.labels("train", outcome).inc()
             self._context.changed.notify()
 
-    async def _compute(self, batch: _Batch, present: Round) -> None:
+    async def _compute(self, batch: _Batch, present: ReplicaRound) -> None:
         """Run a batch through all stages, and count it."""
         begin = self._context.clock.monotonic_s()
         async with self._admission.enter(present.number) as entered:
@@ -351,7 +351,7 @@ class MicrobatchLauncher:
             self._window.observe(max(seconds - compute_s, 0.0), compute_s, self._context.clock.monotonic_s())
             self._context.metrics.window.set(self._most_in_flight)
 
-    async def _launch_again(self, batch: _Batch, present: Round, reason: str, *, is_finite: bool) -> None:
+    async def _launch_again(self, batch: _Batch, present: ReplicaRound, reason: str, *, is_finite: bool) -> None:
         """Have a batch that has failed launched again after a pause, or drop it if it has failed too often.
 
         Args:
@@ -381,7 +381,7 @@ class MicrobatchLauncher:
         is_due = self._manifest.training.validates_at(self._rounds.step.optimizer_step)
         return is_due and not self._rounds.current.validated
 
-    async def _validate(self, present: Round) -> None:
+    async def _validate(self, present: ReplicaRound) -> None:
         """Compute this peer's share of the validation loss, before its training microbatches of the round."""
         peers = sorted({peer.peer_id for peer in self._swarm.view().serving(0)} | {self._life.peer_id})
         share = torch.from_numpy(self._validation[peers.index(self._life.peer_id) :: len(peers)].copy())
@@ -418,6 +418,6 @@ class MicrobatchLauncher:
         self._context.changed.notify()
 
 
-def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, present: Round, mode: Mode) -> Microbatch:
+def _microbatch(microbatch_id: bytes, tokens_BS: torch.Tensor, present: ReplicaRound, mode: Mode) -> Microbatch:
     timeline, tokens = present.step.timeline.first_round, encode_tokens(tokens_BS)
     return Microbatch(microbatch_id, present.number, mode, len(tokens_BS), tokens, timeline=timeline)

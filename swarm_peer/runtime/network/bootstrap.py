@@ -11,13 +11,13 @@ from pathlib import Path
 import anyio
 from pydantic import ValidationError
 
-from swarm_peer.addresses import INVITE_PREFIX, peer_address
+from swarm_peer.addresses import peer_address
 from swarm_peer.config import RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.guarded_p2p import check_peer_address
-from swarm_peer.wire.passes import Invite
+from swarm_peer.wire.passes import INVITE_PREFIX, Invite
 from swarm_peer.wire.records import MANIFESTS_KEY, ManifestRecord
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.ports import FIRST_PORT, with_port
-from swarm_peer.runtime.network.addresses import listening, ports_of
 from swarm_peer.runtime.network.guarded_p2p import (
     GuardedP2P,
     PassBearer,
@@ -31,6 +30,7 @@ from swarm_peer.runtime.network.guarded_p2p import (
     refusal_of,
 )
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.peer_addresses import listening, ports_of
 from swarm_peer.runtime.network.reachability import Reachability, Ways
 from swarm_peer.runtime.network.record_storage import KeepingNode, keep_records
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of

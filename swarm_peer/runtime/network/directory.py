@@ -24,8 +24,8 @@ from swarm_peer.policy.view import (
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.addresses import is_dialable, is_tcp_address
 from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.peer_addresses import is_dialable, is_tcp_address
 from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
 
 log = logging.getLogger(__name__)

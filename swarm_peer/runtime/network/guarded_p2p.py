@@ -24,9 +24,9 @@ from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.runtime.host.pacing import pace_connections
 from swarm_peer.runtime.host.processes import in_own_session
 from swarm_peer.runtime.host.scratch import is_usable
-from swarm_peer.runtime.network.addresses import is_dialable, resolved
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.runtime.network.peer_addresses import is_dialable, resolved
 from swarm_peer.wire.frames import Frame, FrameType
 from swarm_peer.wire.identity import is_peer_id
 from swarm_peer.wire.messages import PROTOCOL

@@ -9,7 +9,7 @@ from swarm_peer.errors import InvalidMessage, NotAdmitted
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.identities import KeptFile
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.passes import Invite, Pass, Revocations, Revoked, open_pass
+from swarm_peer.wire.passes import Invite, OpenedPass, Revocations, Revoked, open_pass
 from swarm_peer.wire.records import unseal
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class PassChecker:
         self.own_pass = own_pass
         self._run_id = run_id
         self._clock = clock
-        self._known: dict[tuple[str, bytes], Pass] = {}  # oldest first
+        self._known: dict[tuple[str, bytes], OpenedPass] = {}  # oldest first
         self._seen_s: dict[str, dict[str, float]] = {}  # peers by ticket
         # All of any list, since nothing is ever let in again: two folders may have made lists without each other's.
         self._revoked_tickets = set[str]()
@@ -57,7 +57,7 @@ class PassChecker:
         """Whether everybody may take part."""
         return self._run_id is None
 
-    def check(self, peer_id: str, data: bytes) -> Pass | None:
+    def check(self, peer_id: str, data: bytes) -> OpenedPass | None:
         """Check the pass that a peer shows, or that a record of that peer carries.
 
         Returns:
@@ -83,7 +83,7 @@ class PassChecker:
         if self._run_id is not None and peer_id != self._run_id:
             self._holding(peer_id, self.own_pass)
 
-    def _holding(self, peer_id: str, data: bytes) -> Pass:
+    def _holding(self, peer_id: str, data: bytes) -> OpenedPass:
         """The pass, if it is the peer's and neither expired nor revoked.
 
         Raises:
@@ -96,7 +96,7 @@ class PassChecker:
             raise NotAdmitted(f"the invite {known.ticket.label} was revoked by the run's operator")
         return known
 
-    def _open(self, peer_id: str, data: bytes) -> Pass:
+    def _open(self, peer_id: str, data: bytes) -> OpenedPass:
         assert self._run_id is not None
         try:
             known = open_pass(data, self._run_id)
@@ -109,7 +109,7 @@ class PassChecker:
         self._known[peer_id, data] = known
         return known
 
-    def _count(self, known: Pass) -> None:
+    def _count(self, known: OpenedPass) -> None:
         """Note that the peer is here.
 
         Raises:

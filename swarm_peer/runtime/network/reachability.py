@@ -22,9 +22,9 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm_peer.errors import CallError, InvalidMessage
-from swarm_peer.runtime.network.addresses import CONNECT_TIMEOUT_S, is_loopback, is_public, listening, ports_of
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
+from swarm_peer.runtime.network.peer_addresses import CONNECT_TIMEOUT_S, is_loopback, is_public, listening, ports_of
 from swarm_peer.wire.packing import unpack
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import anyio
 from swarm_peer.errors import Busy, NotServing, RoundClosed
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.runtime.condition import Condition
-from swarm_peer.runtime.stage.capacity import Capacity
-from swarm_peer.runtime.stage.rounds import Round, RoundBook
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.rounds import ReplicaRound, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
 MAX_ROUNDS_HELD = 1
@@ -41,7 +41,7 @@ class RoundAdmission:
 
     Attributes:
         admitted: number of microbatches that are inside the present round, or still inside one that was given up
-        met_other_timeline: whether a peer has shown that it is on another timeline; RunWatch resets it
+        met_other_timeline: whether a peer has shown that it is on another timeline; TimelineWatch resets it
         held: number of microbatches that wait to get in
     """
 
@@ -80,7 +80,7 @@ class RoundAdmission:
     @asynccontextmanager
     async def enter(
         self, round_number: int, *, caller: str = "", num_callers: int = 1, always: bool = False
-    ) -> AsyncIterator[Round]:
+    ) -> AsyncIterator[ReplicaRound]:
         """Keep a microbatch inside a round for as long as the context lasts; wait for the round if it comes next.
 
         Args:
@@ -111,7 +111,7 @@ class RoundAdmission:
             self._by_caller += Counter()  # forget those at zero
 
     @asynccontextmanager
-    async def _inside(self, round_number: int) -> AsyncIterator[Round]:
+    async def _inside(self, round_number: int) -> AsyncIterator[ReplicaRound]:
         self.held += 1
         try:
             entered = await self.reach(round_number)
@@ -134,7 +134,7 @@ class RoundAdmission:
             with anyio.move_on_after(OPENING_S):
                 await self.reach(round_number)
 
-    async def reach(self, round_number: int) -> Round:
+    async def reach(self, round_number: int) -> ReplicaRound:
         """Wait until a round has begun, without getting in: the round may end without waiting for the caller.
 
         Raises:

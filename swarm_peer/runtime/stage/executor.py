@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import anyio
 import torch
 
-from swarm_peer.config import Codec
+from swarm_peer.codecs import PLAIN
 from swarm_peer.errors import HopFailed, InvalidMessage, NotFinite, NotServing, RoundClosed, first_line
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.device_errors import is_out_of_memory
-from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode, rounding_seed
 from swarm_peer.wire.fields import MAX_LOSS
@@ -116,7 +116,7 @@ class StageExecutor:
         if self._next_stage is not None:
             self._next_stage.stop_waiting()
 
-    def counted_reply(self, entered: Round, microbatch_id: bytes) -> HopResult | None:
+    def counted_reply(self, entered: ReplicaRound, microbatch_id: bytes) -> HopResult | None:
         """The result of a microbatch that is counted in a round already.
 
         None if it is not, or if its result is not kept any more: it is computed again then, and not counted.
@@ -127,7 +127,7 @@ class StageExecutor:
         return reply
 
     async def run(
-        self, entered: Round, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+        self, entered: ReplicaRound, microbatch: Microbatch, hidden: memoryview | None, deadline: float
     ) -> HopResult:
         """Run a microbatch through this stage and all later ones.
 
@@ -176,7 +176,7 @@ class StageExecutor:
             raise HopFailed(reason) from error
 
     @contextmanager
-    def _noting_out_of_memory(self, entered: Round) -> Iterator[None]:
+    def _noting_out_of_memory(self, entered: ReplicaRound) -> Iterator[None]:
         try:
             yield
         except HopFailed as error:
@@ -185,7 +185,7 @@ class StageExecutor:
             raise
 
     async def _run_forward(
-        self, entered: Round, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+        self, entered: ReplicaRound, microbatch: Microbatch, hidden: memoryview | None, deadline: float
     ) -> HopResult:
         if microbatch.is_query:
             passed = await self._forward_in_turn(entered, microbatch, hidden)
@@ -198,7 +198,7 @@ class StageExecutor:
         assert passed.hidden is not None
         return await self._next_stage.send(microbatch, passed.hidden, deadline)
 
-    async def _forward_in_turn(self, entered: Round, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+    async def _forward_in_turn(self, entered: ReplicaRound, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         """Compute a query, after a pause that leaves the device to training."""
 
         def job() -> _Pass:
@@ -225,7 +225,7 @@ class StageExecutor:
         self._has_given_up = True
         return self._trainer.strategy.pending_samples
 
-    def _forward(self, entered: Round, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
+    def _forward(self, entered: ReplicaRound, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         trainer, wire = self._trainer, self._resolved.manifest.wire
         # The round may have ended since this microbatch came: no round waits for queries, and a rewind for nothing.
         if entered.step.weights_version != trainer.weights_version:
@@ -247,7 +247,7 @@ class StageExecutor:
                 self._check_output(output)
                 return _Pass(graph, self._encode(output, wire.activations))
             if microbatch.mode == "predict":
-                return _Pass(logits=self._encode(output, "none"))
+                return _Pass(logits=self._encode(output, PLAIN))
             loss_sum = float(output.sum())
         if not abs(loss_sum) <= MAX_LOSS:
             raise NotFinite(
@@ -255,7 +255,7 @@ class StageExecutor:
             )
         return _Pass(graph, loss_sum=loss_sum)
 
-    def _backward(self, entered: Round, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
+    def _backward(self, entered: ReplicaRound, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
         """Compute the gradient of the stage's input, and count the microbatch, if it is not counted already.
 
         A stage-mate that has left may have counted it, and given its gradient to this peer.
@@ -298,7 +298,7 @@ class StageExecutor:
                 entered.replies.popitem(last=False)
         return reply
 
-    def lose(self, entered: Round, num_samples: int, error: Exception) -> None:
+    def lose(self, entered: ReplicaRound, num_samples: int, error: Exception) -> None:
         """Empty the accumulator, since the device has failed half-way, and report its samples as lost."""
         self._trainer.discard_gradients()
         entered.forget_counted()
@@ -313,7 +313,7 @@ class StageExecutor:
             raise NotFinite(f"what this stage computed cannot be sent: {error}") from error
 
     @staticmethod
-    def _encode(tensor: torch.Tensor, codec: Codec, seed: int | None = None) -> memoryview:
+    def _encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> memoryview:
         try:
             return encode(tensor, codec, seed)
         except OverflowError as error:

@@ -1,7 +1,7 @@
 """The rounds of one replica: the present one, and the one before it, which stage-mates may still ask about.
 
-A `Round` holds all that belongs to one round, and is gone with it. Each of its fields is changed by the part that the
-field is of; only the step loop begins rounds and changes their phase.
+A `ReplicaRound` holds all that belongs to one round, and is gone with it. Each of its fields is changed by the part
+that the field is of; only the step loop begins rounds and changes their phase.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from swarm_peer.errors import RoundClosed
-from swarm_peer.policy.agreement import Vote
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, ranges_of
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.voting import AveragingVote
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.stage.stage_client import HopResult
 
@@ -36,7 +36,7 @@ class Transfer:
     round_number: int = 0
 
 
-class Round:
+class ReplicaRound:
     """All that belongs to one round of a replica.
 
     Attributes:
@@ -76,7 +76,7 @@ class Round:
         self.samples = 0
         self.next_samples = 0
         self.weights_digest = ""
-        self.vote: Vote | None = None
+        self.vote: AveragingVote | None = None
         self.settled_with: frozenset[str] = frozenset()
         self.names: list[SampleId] = []
         self.earlier: tuple[WindowRange, ...] = ()
@@ -97,7 +97,7 @@ class Round:
     def _own(self) -> tuple[WindowRange, ...]:
         return *self.earlier, *ranges_of(self.names)
 
-    def go_on_from(self, before: Round) -> None:
+    def go_on_from(self, before: ReplicaRound) -> None:
         """Bring what was held in the round before to the next average as well."""
         self.earlier, self.taken_over = before._own, before.taken_over
 
@@ -123,8 +123,8 @@ class RoundBook:
         self._changed = changed
         self._on_phase = on_phase
         self.step = StepState()
-        self.current = Round(self.step)
-        self.previous: Round | None = None
+        self.current = ReplicaRound(self.step)
+        self.previous: ReplicaRound | None = None
 
     def begin(self, step: StepState, *, keeps_transfers: bool = False, keeps_work: bool = False) -> None:
         """Go on to a round, which is not open yet. Its phase is the one that the replica is in.
@@ -140,7 +140,7 @@ class RoundBook:
         # Stage-mates still ask about the round that is over. Its transfers and replies are large, and of no more use.
         self.current.transfers = {}
         self.current.replies.clear()
-        self.previous, self.current = self.current, Round(self.step)
+        self.previous, self.current = self.current, ReplicaRound(self.step)
         self.current.transfers = transfers
         if keeps_work:
             self.current.go_on_from(self.previous)
@@ -153,7 +153,7 @@ class RoundBook:
             self._on_phase(phase)
             self._changed.notify()
 
-    def find(self, round_number: int) -> Round | None:
+    def find(self, round_number: int) -> ReplicaRound | None:
         """The present round or the previous one, if it has this number."""
         known = (self.current, self.previous)
         return next((known for known in known if known is not None and known.number == round_number), None)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from swarm_peer.codecs import PLAIN
 from swarm_peer.errors import Busy, CallError, HopFailed, InvalidMessage, NotFinite, PeerUnreachable, RoundClosed
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.peer_backoff import PeerBackoff
@@ -228,7 +229,7 @@ class StageClient:
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
             return HopResult(body.loss_sum, grad, peer=peer), body.samples_per_s
         if microbatch.mode == "predict":
-            logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), "none"))
+            logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), PLAIN))
             return HopResult(body.loss_sum, logits=logits, peer=peer), body.samples_per_s
         return HopResult(body.loss_sum, peer=peer), body.samples_per_s
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import anyio
 
+from swarm_peer.codecs import PLAIN
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
 from swarm_peer.policy.routing import num_callers
 from swarm_peer.policy.step_state import Phase
@@ -21,8 +22,8 @@ from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply
-from swarm_peer.runtime.stage.core import ReplicaCore
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import MAX_LOGITS_BYTES, QUERIES, Body, MicrobatchCall, MicrobatchReply
@@ -171,7 +172,7 @@ class StageServer:
             self._callers = view, round_number, number
         return number
 
-    def _check_timeline(self, microbatch: Microbatch, entered: Round) -> None:
+    def _check_timeline(self, microbatch: Microbatch, entered: ReplicaRound) -> None:
         """Refuse a microbatch of another timeline.
 
         After the run was cut in two, both parts may be in a round of the same number, with different weights.
@@ -191,7 +192,7 @@ class StageServer:
         longest = self._manifest.data.sequence_length
         if call.length > longest or (call.mode not in QUERIES and call.length != longest):
             raise InvalidMessage(f"{call.mode} with {call.length} tokens a sample; the run's samples have {longest}")
-        logit_bytes = encoded_bytes((call.num_samples, self._resolved.vocab_size), "none")
+        logit_bytes = encoded_bytes((call.num_samples, self._resolved.vocab_size), PLAIN)
         if call.mode == "predict" and logit_bytes > MAX_LOGITS_BYTES:
             raise InvalidMessage(f"logits for {call.num_samples} samples are more than {MAX_LOGITS_BYTES} bytes")
         expected = [4 * call.num_samples * (call.length + (call.mode != "predict"))]

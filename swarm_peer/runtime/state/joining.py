@@ -23,7 +23,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState, extend_history
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import StateIndexCall
 

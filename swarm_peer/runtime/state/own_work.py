@@ -13,9 +13,9 @@ from swarm_peer.policy.lineage import MOST_STEPS, Descent, last_common_step
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class OwnWork:
         self._has_left = False
         self._made: tuple[int, int] | None = None  # while behind: the update just made, and what this peer brought
 
-    def note(self, ended: Round) -> None:
+    def note(self, ended: ReplicaRound) -> None:
         """Note what this peer has brought to the update that ends a round; where nobody averages, nothing."""
         step = ended.step
         if self._averaging.averages_at(step.optimizer_step, begins_timeline=step.begins_timeline):

@@ -37,7 +37,7 @@ from swarm_peer.runtime.network.transport import check_body
 from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import timeline_of
 from swarm_peer.runtime.state.joining import Fetch, Take, take_snapshot
-from swarm_peer.runtime.state.store import SnapshotStore
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.state.wait import Wait
 from swarm_peer.wire.messages import ListSnapshotsReply, RewindCall, RewindReply
 

@@ -1,7 +1,7 @@
 """Keeps snapshots at regular intervals of updates: of this peer's stage, and copies of the next stage's.
 
 A stage that loses all its peers goes on from the copies that the stage before keeps. Owns when snapshots are taken.
-Must not know how they are stored (store.py), or how a run goes back to them (recovery.py).
+Must not know how they are stored (snapshot_store.py), or how a run goes back to them (recovery.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.joining import take_snapshot
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.state.state_server import StateServer
-from swarm_peer.runtime.state.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

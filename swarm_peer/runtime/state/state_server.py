@@ -3,7 +3,7 @@
 A newcomer downloads a state and then applies the updates of the rounds that passed meanwhile, so this peer keeps those
 for as long as a state is being downloaded, and the last ones without an average in any case. Owns which states and
 updates are kept in memory, and for how long. Must not know when a round ends, or who asks for a state and why.
-Snapshots are given away by store.py; joining.py is the other side, which downloads.
+Snapshots are given away by snapshot_store.py; joining.py is the other side, which downloads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from swarm_peer.errors import NotServing
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState, timeline_of
-from swarm_peer.runtime.state.store import StoredState, make_stored
+from swarm_peer.runtime.state.snapshot_store import StoredState, make_stored
 from swarm_peer.wire.messages import StateIndexCall
 
 # A peer waits this long for the round that a caller asks for. The caller asks again if that is not enough.
@@ -211,7 +211,7 @@ class StateServer:
             # Without the lock: the round may end only when another peer has got an update.
             await self._changed.wait_for(partial(self._is_past, present))
 
-    def _is_past(self, present: Round) -> bool:
+    def _is_past(self, present: ReplicaRound) -> bool:
         return self._core.rounds.current is not present
 
     async def _make_newest(self, min_round: int) -> StoredState | None:

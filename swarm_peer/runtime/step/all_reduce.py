@@ -25,9 +25,10 @@ from hivemind.averaging.partition import TensorPartReducer
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
-from swarm_peer.config import AveragingSection, Codec
+from swarm_peer.codecs import find_codec
+from swarm_peer.codecs.base import Codec
+from swarm_peer.config import AveragingSection
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.model.training import FP16_LOSS_SCALE
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
 from swarm_peer.wire.codecs import bytes_of, decode, encode, rounding_seed
@@ -70,7 +71,7 @@ class AllReduce:
         """
         self._group = group
         self._me = me
-        self._codec: Codec = section.compression
+        self._codec = find_codec(section.compression)
         self._threads = threads
         self._send = send
         self._changed = Condition()
@@ -359,15 +360,14 @@ class _ExactReducer(TensorPartReducer):
         """An average as it travels, and as the others read it."""
         seed = rounding_seed(*self._names, part)
         encoded = await self._threads.run(_encode, average, self._codec, seed)
-        if self._codec == "none":
+        if self._codec.is_exact:
             return encoded, average
         return encoded, await self._threads.run(_decode_values, encoded, len(average), self._codec)
 
 
 def _encode(values: torch.Tensor, codec: Codec, seed: int) -> memoryview:
     """A part or an average as it travels; in a worker thread."""
-    # Means are small, and fp16 ends at 6e-8: they travel larger, as the gradients between stages do.
-    return encode(values * FP16_LOSS_SCALE if codec == "fp16" else values, codec, seed)
+    return encode(values if codec.scale == 1.0 else values * codec.scale, codec.name, seed)
 
 
 def _decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
@@ -376,8 +376,8 @@ def _decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
     Raises:
         InvalidMessage: the data do not fit
     """
-    values = decode(data, (length,), codec)
-    return values / FP16_LOSS_SCALE if codec == "fp16" else values
+    values = decode(data, (length,), codec.name)
+    return values if codec.scale == 1.0 else values / codec.scale
 
 
 def _decode(data: memoryview, length: int, codec: Codec, weight: float = 0.0, group: bytes = b"") -> Any:

@@ -23,10 +23,10 @@ from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
-from swarm_peer.runtime.stage.rounds import Round, RoundBook
+from swarm_peer.runtime.stage.rounds import ReplicaRound, RoundBook
 from swarm_peer.runtime.step.averaging import START_TIMEOUT_S
-from swarm_peer.runtime.step.membership import StageMates
 from swarm_peer.runtime.step.outcome import LeftBehind
+from swarm_peer.runtime.step.stage_mates import StageMates
 from swarm_peer.wire.messages import Body, ReadyCall, ReadyReply
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Barrier:
         self._view = view
         self._on_other_timeline = on_other_timeline
         self._clock = context.clock
-        self._waits: tuple[Round, float, set[str]] | None = None  # for whom, since when
+        self._waits: tuple[ReplicaRound, float, set[str]] | None = None  # for whom, since when
         self._changed = context.changed
         self.timeout_s = limits.hop_timeout_s * manifest.stages.count + 2 * START_TIMEOUT_S + averaging.round_timeout_s
         self._mates = StageMates(
@@ -130,7 +130,7 @@ class Barrier:
             raise NotServing(f"no announcement of this peer for stage {self._stage} has been seen here yet")
         self._mates.welcome(peer_id)
 
-    async def gather(self, ending: Round, attempt: int) -> dict[str, ReadyReply]:
+    async def gather(self, ending: ReplicaRound, attempt: int) -> dict[str, ReadyReply]:
         """Wait until all stage-mates are ready for an averaging round, or until one asks about a later try.
 
         Returns:
@@ -208,7 +208,7 @@ class Barrier:
         return behind if len(behind) > num_ready and not run_is_here else {}
 
     async def _ask_ready(
-        self, peer_id: str, ending: Round, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
+        self, peer_id: str, ending: ReplicaRound, attempt: int, members: dict[str, ReadyReply], ahead: list[str]
     ) -> None:
         on_trial = self._mates.begin_trial(peer_id, ending.number)
         has_dialled_again = False
@@ -347,7 +347,7 @@ class _Patience:
         return (bool(behind) or has_waited) and self._waits_left > 0
 
 
-def _own_reply(ending: Round, attempt: int) -> ReadyReply:
+def _own_reply(ending: ReplicaRound, attempt: int) -> ReadyReply:
     return ReadyReply(
         attempt=attempt,
         history_hash=ending.step.history_hash,

@@ -25,10 +25,10 @@ from swarm_peer.policy.data.ranges import MAX_RANGES, merge_ranges, num_windows
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
-from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.executor import out_of_memory_fails_hop
-from swarm_peer.runtime.stage.rounds import Round, Transfer
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import ReplicaRound, Transfer
 from swarm_peer.runtime.step.barrier import Barrier
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.fields import MAX_SAMPLES
@@ -89,7 +89,7 @@ class GradientHandover:
         self._most_held = barrier.most_brought
         self._metrics = context.metrics
         self._rng = context.random.stream("handover")
-        self._shapes = core.trainer.strategy.num_given * [p.shape for p in core.trainer.module.parameters()]
+        self._shapes = core.trainer.strategy.num_given * core.trainer.shapes
         self._num_bytes = 4 * sum(shape.numel() for shape in self._shapes)
         self._sent: dict[str, Transfer] = {}  # what this peer has sent, by the stage-mate that it sent it to
         self._committing = anyio.Lock()
@@ -133,7 +133,9 @@ class GradientHandover:
             await self._lose(given, samples, answer.reason)
         return True
 
-    async def _offer(self, given: Round, works: Sequence[Work], on_gone: Callable[[], None], may_end: bool) -> _Answer:
+    async def _offer(
+        self, given: ReplicaRound, works: Sequence[Work], on_gone: Callable[[], None], may_end: bool
+    ) -> _Answer:
         """Offer the gradient to one stage-mate after the other."""
         samples, progress = tuple(samples for _, samples in works), self._swarm.progress
         data = await self._context.threads.run(_flatten, [tensor for sums, _ in works for tensor in sums])
@@ -184,7 +186,7 @@ class GradientHandover:
         self._rng.shuffle(mates)  # if many leave at once, they should not all turn to the same one
         return sorted(mates, key=lambda mate: len(self._sent[mate].received) if mate in self._sent else 0, reverse=True)
 
-    def _give_away(self, given: Round) -> tuple[Sequence[Work], int]:
+    def _give_away(self, given: ReplicaRound) -> tuple[Sequence[Work], int]:
         """The work to hand over, and the samples that this peer holds: more, if some of them fit no stage-mate's."""
         if lost := self._trainer.discard_if_not_finite():
             given.forget_counted()
@@ -192,11 +194,11 @@ class GradientHandover:
         works = self._trainer.strategy.give_away()
         return works, self._trainer.strategy.pending_samples
 
-    async def _lose(self, given: Round, samples: int, reason: str) -> None:
+    async def _lose(self, given: ReplicaRound, samples: int, reason: str) -> None:
         self._metrics.lose(samples, reason, round_number=given.number)
         await self._forget(given)
 
-    async def _forget(self, given: Round, *, is_counted: bool = False) -> None:
+    async def _forget(self, given: ReplicaRound, *, is_counted: bool = False) -> None:
         """Empty the accumulator. Where a stage-mate counts its microbatches now, their replies stay for lost ones."""
 
         def forget() -> None:
@@ -241,7 +243,7 @@ class GradientHandover:
             raise failures[0]
 
     async def _commit(
-        self, mate: str, given: Round, transfer_id: bytes, data: torch.Tensor, samples: tuple[int, ...]
+        self, mate: str, given: ReplicaRound, transfer_id: bytes, data: torch.Tensor, samples: tuple[int, ...]
     ) -> None:
         """Have the stage-mate add the gradient to its own."""
         sha256 = await self._context.threads.run(_digest, given.step.history_hash, data)
@@ -359,7 +361,7 @@ class GradientHandover:
         if round_number != step.round_number or not (self._admission.is_open or is_kept):
             raise RoundClosed(f"round {round_number} is ending here; this peer is in round {step.round_number}")
 
-    def _add(self, giver: str, data: torch.Tensor, call: CommitGradientCall, entered: Round) -> None:
+    def _add(self, giver: str, data: torch.Tensor, call: CommitGradientCall, entered: ReplicaRound) -> None:
         """Check the gradient and add it to this peer's own; in the device thread."""
         # A rewind does not wait for this job, and may have loaded other weights before its turn came.
         if self._trainer.weights_version != entered.step.weights_version:

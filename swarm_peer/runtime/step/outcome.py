@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.ranges import WindowRange
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.policy.voting import Verdict
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ class LeftBehind(Exception):
         self.holders = holders
 
 
-def resync(ending: Round, holders: Sequence[str], reason: str) -> Settlement:
+def resync(ending: ReplicaRound, holders: Sequence[str], reason: str) -> Settlement:
     """Have this peer take over the state of stage-mates."""
     log.warning("resync_needed round=%d reason=%s", ending.number, reason)
     return Settlement(Verdict.RESYNC, holders=tuple(holders))
 
 
 def resync_weights(
-    ending: Round, holders: Sequence[str], device: torch.device, compare_weights_every: int
+    ending: ReplicaRound, holders: Sequence[str], device: torch.device, compare_weights_every: int
 ) -> Settlement:
     """Have this peer take over the state of stage-mates whose weights differ after the same updates.
 

@@ -16,7 +16,7 @@ from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Reply
-from swarm_peer.runtime.stage.core import ReplicaCore
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.wire.messages import Body, RewindCall, RewindReply
 
 # A rewind may name a round so far ahead: its timeline begins above the highest round that its author believes, and this

@@ -2,7 +2,7 @@
 
 1. The barrier: barrier.py.
 2. The averaging round, with hivemind's all-reduce, among the peers that are ready.
-3. The vote: each peer asks the others for their result; policy/agreement.py decides what follows from the votes.
+3. The vote: each peer asks the others for their result; policy/voting.py decides what follows from the votes.
 
 Must not know where the gradients come from, or how they are applied: step_loop.py does.
 """
@@ -18,12 +18,12 @@ import torch
 
 from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
-from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
 from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, merge_ranges, num_windows
 from swarm_peer.policy.trouble import Complaint
+from swarm_peer.policy.voting import AveragingVote, HeldWeights, Verdict, agree, choose_weights
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport, check_body
-from swarm_peer.runtime.stage.rounds import Round, RoundBook
+from swarm_peer.runtime.stage.rounds import ReplicaRound, RoundBook
 from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.ahead import AveragingAhead
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
@@ -86,7 +86,7 @@ class StageGroup:
         return self._barrier.complaint()
 
     async def settle(
-        self, ending: Round, gradients: Sequence[torch.Tensor], samples: int, upcoming: Work | None = None
+        self, ending: ReplicaRound, gradients: Sequence[torch.Tensor], samples: int, upcoming: Work | None = None
     ) -> Settlement:
         """End a round together with the stage-mates.
 
@@ -113,7 +113,7 @@ class StageGroup:
         return settlement
 
     async def _settle(
-        self, ending: Round, gradients: Sequence[torch.Tensor], agreed: dict[str, ReadyReply]
+        self, ending: ReplicaRound, gradients: Sequence[torch.Tensor], agreed: dict[str, ReadyReply]
     ) -> Settlement:
         """As `settle`; notes in `agreed` with whom."""
         attempt = 0
@@ -170,7 +170,7 @@ class StageGroup:
             log.warning("round_retried round=%d attempt=%d reason=%s", ending.number, attempt, agreement.reason)
             attempt += 1
 
-    def _named(self, ending: Round) -> tuple[WindowRange, ...]:
+    def _named(self, ending: ReplicaRound) -> tuple[WindowRange, ...]:
         """The samples that this peer brings to the average of a period, as it tells stage-mates."""
         named = merge_ranges(ending.held)
         if (num_named := num_windows(named)) > self._barrier.most_brought:  # who has left has lied of what it gave
@@ -184,8 +184,8 @@ class StageGroup:
         return named[:MAX_RANGES]
 
     async def _average(
-        self, ending: Round, gradients: Sequence[torch.Tensor], attempt: int, members: Mapping[str, int]
-    ) -> tuple[Vote, Sequence[torch.Tensor]]:
+        self, ending: ReplicaRound, gradients: Sequence[torch.Tensor], attempt: int, members: Mapping[str, int]
+    ) -> tuple[AveragingVote, Sequence[torch.Tensor]]:
         """Run one averaging round.
 
         Args:
@@ -198,9 +198,9 @@ class StageGroup:
         if attempt == 0 and self._manifest.averaging.mode == "delayed":
             ahead = await self.ahead.result(ending.number, members, ending.given)
             if ahead is None or ahead.averages is None:
-                return Vote(attempt, None, abstains=ahead is None), ()
+                return AveragingVote(attempt, None, abstains=ahead is None), ()
             digest = await self._threads.run(extend_history, history_hash, ahead.averages)
-            return Vote(attempt, digest, sum(ahead.shares.values())), ahead.averages
+            return AveragingVote(attempt, digest, sum(ahead.shares.values())), ahead.averages
         await self.ahead.give_up()
         last_try = attempt >= self._manifest.averaging.max_tries
         if len(members) == 1 or last_try:
@@ -209,7 +209,7 @@ class StageGroup:
             outcome = "alone" if len(members) == 1 else "given_up"
             self._metrics.averaging_rounds.labels(outcome).inc()
             digest = await self._threads.run(extend_history, history_hash, gradients)
-            return Vote(attempt, digest, ending.samples), gradients
+            return AveragingVote(attempt, digest, ending.samples), gradients
         begin = self._clock.monotonic_s()
         try:
             averages = await self._averager.average(
@@ -218,13 +218,13 @@ class StageGroup:
         except AveragingFailed as error:
             self._metrics.averaging_rounds.labels("failed").inc()
             log.warning("round_failed round=%d attempt=%d reason=%s", ending.number, attempt, error)
-            return Vote(attempt, None), ()
+            return AveragingVote(attempt, None), ()
         self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - begin)
         self._metrics.averaging_rounds.labels("done").inc()
         digest = await self._threads.run(extend_history, history_hash, averages)
-        return Vote(attempt, digest, sum(members.values())), averages
+        return AveragingVote(attempt, digest, sum(members.values())), averages
 
-    async def _gather_votes(self, ending: Round, attempt: int, peers: set[str]) -> dict[str, Vote]:
+    async def _gather_votes(self, ending: ReplicaRound, attempt: int, peers: set[str]) -> dict[str, AveragingVote]:
         assert ending.vote is not None
         votes = {self._me: ending.vote}
         async with anyio.create_task_group() as tasks:
@@ -233,7 +233,7 @@ class StageGroup:
                 tasks.start_soon(self._ask_vote, peer_id, ending.number, attempt, votes)
         return votes
 
-    async def _ask_vote(self, peer_id: str, round_number: int, attempt: int, votes: dict[str, Vote]) -> None:
+    async def _ask_vote(self, peer_id: str, round_number: int, attempt: int, votes: dict[str, AveragingVote]) -> None:
         body = VoteCall(manifest=self._hash, stage=self._stage, round_number=round_number, attempt=attempt)
         while True:
             begin = anyio.current_time()
@@ -244,21 +244,22 @@ class StageGroup:
                 log.info("vote_missing peer=%s reason=%s: %s", peer_id, error.code, error)
                 return
             if answer.attempt is not None:
-                votes[peer_id] = Vote(answer.attempt, answer.checksum, answer.samples, answer.abstains)
+                votes[peer_id] = AveragingVote(answer.attempt, answer.checksum, answer.samples, answer.abstains)
                 return
             await anyio.sleep_until(begin + PAUSE_S)
 
     async def handle_vote(self, caller: str, call: VoteCall, tensors: Sequence[memoryview]) -> Reply:
         """Give this peer's vote on an averaging round, after a short wait for it."""
 
-        def known() -> Vote | None:
+        def known() -> AveragingVote | None:
             asked = self._rounds.find(call.round_number)
             vote = None if asked is None else asked.vote
             if vote is not None and vote.attempt >= call.attempt:
                 return vote
             present = self._rounds.current
             if present is asked and present.attempt is not None and present.attempt > call.attempt:
-                return Vote(call.attempt, None)  # this peer has gone on to a later try, and votes on that alone
+                # This peer has gone on to a later try, and votes on that alone.
+                return AveragingVote(call.attempt, None)
             return None
 
         with anyio.move_on_after(POLL_S):

@@ -16,17 +16,17 @@ import torch
 
 from swarm_peer.errors import CallError
 from swarm_peer.model.round_strategy import Work
-from swarm_peer.policy.agreement import Verdict
 from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, UpdateRecord, worst
+from swarm_peer.policy.voting import Verdict
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.network.swarm_access import SwarmAccess
-from swarm_peer.runtime.stage.core import ReplicaCore
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.stage.rounds import Round
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState, extend_history
 from swarm_peer.runtime.state.joining import DOWNLOAD_TRIES, Fetch, StateDownloads
 from swarm_peer.runtime.state.own_work import OwnWork
@@ -47,7 +47,7 @@ CATCH_UP_TRIES = 4
 # A peer that was left behind greets its stage-mates for so long: one that stalls, or says that it does not know this
 # peer, must not have it miss the next round as well.
 GREETING_S = 3.0
-# Says which stage-mates are on the run's timeline, and that timeline if it is known; see RunWatch.choose_donors.
+# Says which stage-mates are on the run's timeline, and that timeline if it is known; see TimelineWatch.choose_donors.
 DonorChoice = Callable[[], Awaitable[tuple[list[str], Timeline | None]]]
 
 
@@ -97,7 +97,7 @@ class StepLoop:
         self._downloads = StateDownloads(
             context=context,
             stage=core.stage,
-            shapes=[parameter.shape for parameter in core.trainer.module.parameters()],
+            shapes=core.trainer.shapes,
             swarm=swarm,
             snapshots=own_work.snapshots,
         )
@@ -240,7 +240,7 @@ class StepLoop:
                     return
             await self._changed.wait_for(partial(self._is_past, present))
 
-    def _is_past(self, ended: Round) -> bool:
+    def _is_past(self, ended: ReplicaRound) -> bool:
         return self._rounds.current is not ended or bool(self._failures)
 
     async def _rewind(self) -> None:
@@ -266,7 +266,7 @@ class StepLoop:
                     log.warning("run_not_rewound round=%d reason=%s", target.first_round, error)
         self._rounds.enter(Phase.OPEN)
 
-    async def _end(self, ending: Round) -> None:
+    async def _end(self, ending: ReplicaRound) -> None:
         self._rounds.enter(Phase.ENDING)
         async with anyio.create_task_group() as tasks:
             if not self._trainer.spec.is_last:  # no more microbatches tell the next stage that the global batch is full

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.agreement import HeldWeights, Verdict, Vote, agree, choose_weights
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+from swarm_peer.policy.voting import AveragingVote, HeldWeights, Verdict, agree, choose_weights
 
 # --- agreement --------------------------------------------------------------------------------------------------------
 
-vote = st.builds(Vote, st.just(0), st.sampled_from([None, "x", "y", "z"]), st.integers(0, 3))
+vote = st.builds(AveragingVote, st.just(0), st.sampled_from([None, "x", "y", "z"]), st.integers(0, 3))
 electorate = st.dictionaries(st.sampled_from("abcdef"), vote, min_size=1)
 
 
@@ -50,27 +50,27 @@ def test_the_most_samples_win(votes):
 
 @pytest.mark.parametrize("may_retry", [True, False])
 def test_who_abstains_takes_over_what_the_others_hold(may_retry):
-    votes = {"a": Vote(0, "x", 5), "b": Vote(0, "x", 5), "c": Vote(0, None, abstains=True)}
+    votes = {"a": AveragingVote(0, "x", 5), "b": AveragingVote(0, "x", 5), "c": AveragingVote(0, None, abstains=True)}
     assert agree("a", votes, may_retry=may_retry).verdict is Verdict.COMMIT
     behind = agree("c", votes, may_retry=may_retry)
     assert (behind.verdict, behind.holders) == (Verdict.RESYNC, ("a", "b"))
 
 
 def test_who_abstains_tries_with_the_others_when_it_failed():
-    votes = {"a": Vote(0, "x", 5), "b": Vote(0, None), "c": Vote(0, None, abstains=True)}
+    votes = {"a": AveragingVote(0, "x", 5), "b": AveragingVote(0, None), "c": AveragingVote(0, None, abstains=True)}
     assert {agree(peer, votes, may_retry=True).verdict for peer in votes} == {Verdict.RETRY}
-    alone = {"c": Vote(0, None, abstains=True)}
+    alone = {"c": AveragingVote(0, None, abstains=True)}
     assert agree("c", alone, may_retry=True).verdict is Verdict.RETRY
 
 
 def test_of_equal_samples_the_most_peers_win():
-    votes = {"a": Vote(0, "x", 5), "b": Vote(0, "y", 5), "c": Vote(0, "y", 5)}
+    votes = {"a": AveragingVote(0, "x", 5), "b": AveragingVote(0, "y", 5), "c": AveragingVote(0, "y", 5)}
     assert agree("a", votes, may_retry=False).holders == ("b", "c")
     assert agree("a", votes, may_retry=False).verdict is Verdict.RESYNC
 
 
 def test_of_equal_peers_the_smallest_checksum_wins():
-    votes = {"a": Vote(0, "y", 5), "b": Vote(0, "x", 5)}
+    votes = {"a": AveragingVote(0, "y", 5), "b": AveragingVote(0, "x", 5)}
     assert agree("b", votes, may_retry=False).verdict is Verdict.COMMIT
 
 
@@ -85,7 +85,7 @@ def test_of_equal_peers_the_smallest_checksum_wins():
     ],
 )
 def test_the_reason_says_what_happened(votes, may_retry, reason):
-    agreement = agree("a", {peer: Vote(0, digest, 4) for peer, digest in votes.items()}, may_retry=may_retry)
+    agreement = agree("a", {peer: AveragingVote(0, digest, 4) for peer, digest in votes.items()}, may_retry=may_retry)
     assert agreement.reason == reason
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from coordinator.run.addresses import MAX_KNOWN, KnownPeers
+from coordinator.run.address_files import MAX_KNOWN, KnownPeers
 from swarm_peer.errors import UserError
 from swarm_peer.wire.identity import Identity
 

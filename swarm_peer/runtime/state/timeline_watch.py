@@ -54,7 +54,7 @@ class _Comparison:
     has_quorum: bool
 
 
-class RunWatch:
+class TimelineWatch:
     """Compares where one replica stands with where the run stands. Belongs to the event loop's thread."""
 
     def __init__(self, *, context: PeerContext, stage: int, swarm: SwarmAccess):

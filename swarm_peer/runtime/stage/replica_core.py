@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.capacity import Capacity
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.time_meter import TimeMeter
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from swarm_peer.errors import UserError
 from swarm_peer.files import ANYBODY, OWNER, replace_file
-from swarm_peer.runtime.network.addresses import is_tcp_address
 from swarm_peer.runtime.network.guarded_p2p import check_peer_address
+from swarm_peer.runtime.network.peer_addresses import is_tcp_address
 
 log = logging.getLogger(__name__)
 

@@ -46,15 +46,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm_peer.config import HADAMARD_BLOCK_SIZE
+from swarm_peer.codecs.base import Codec
 
-_HALF, _EIGHTH = HADAMARD_BLOCK_SIZE // 2, HADAMARD_BLOCK_SIZE // 8
+# Values that share a transform and a scale of two bytes.
+BLOCK_SIZE = 64
+_HALF, _EIGHTH = BLOCK_SIZE // 2, BLOCK_SIZE // 8
 # Blocks that are worked on at a time: 1 MB of fp32, which stays in a core's cache.
 _PIECE = 4096
 # Rounded to nearest, numbers next to the largest one may be clipped a little, for finer steps; see above. By bits.
 _NEAREST_STEP = {4: 0.95, 5: 0.98}
 # Makes the transform and its inverse orthogonal.
-_NORM = HADAMARD_BLOCK_SIZE**-0.5
+_NORM = BLOCK_SIZE**-0.5
 # Larger numbers are clipped: sums of 64 of them still are finite in fp32.
 _LARGEST = 2.0**120
 # Blocks of smaller steps become zeros: the inverse of a step is finite.
@@ -63,17 +65,32 @@ _SMALLEST_STEP = 2.0**-120
 _SIGNS = 0x243F6A8885A308D3
 
 
-def encode_hadamard(tensor: Tensor, bits: int, seed: int | None) -> Tensor:
-    """Encode a tensor of any float type and device to bytes (uint8) on the CPU.
+class Hadamard(Codec):
+    """Transforms blocks, and rounds what that makes of them to whole multiples of a step."""
 
-    Args:
-        bits: of a number, 4 or 5
-        seed: of the stochastic rounding, whose mean is the number itself; None rounds to nearest. The random numbers
-            are the same on all devices.
+    def __init__(self, bits: int):
+        """Make a codec of 4 or 5 bits a number."""
+        self.name = f"int{bits}_hadamard"
+        self._bits = bits
 
-    Raises:
-        OverflowError: the values are not finite
-    """
+    def num_bytes(self, num_values: int) -> int:
+        """Those of whole blocks, each with its step."""
+        return (self._bits * _EIGHTH + 2) * -(-num_values // BLOCK_SIZE)
+
+    def encode(self, tensor: Tensor, seed: int | None = None) -> Tensor:
+        """Round stochastically if there is a seed; the random numbers are the same on all devices."""
+        return _encode(tensor, self._bits, seed)
+
+    def decode(self, raw: Tensor, num_values: int) -> Tensor:
+        """Only steps that are not finite make numbers that are not."""
+        return _decode(raw, self._bits, num_values)
+
+
+INT4_HADAMARD = Hadamard(4)
+INT5_HADAMARD = Hadamard(5)
+
+
+def _encode(tensor: Tensor, bits: int, seed: int | None) -> Tensor:
     flat = tensor.reshape(-1)
     if not len(flat):
         return torch.empty(0, dtype=torch.uint8)
@@ -82,17 +99,17 @@ def encode_hadamard(tensor: Tensor, bits: int, seed: int | None) -> Tensor:
         raise OverflowError("the values are not finite")
     if max(-lowest, highest) > _LARGEST:
         flat = flat.clamp(-_LARGEST, _LARGEST)
-    num_blocks = -(-len(flat) // HADAMARD_BLOCK_SIZE)
+    num_blocks = -(-len(flat) // BLOCK_SIZE)
     encoded = torch.empty(num_blocks * (2 + bits * _EIGHTH), dtype=torch.uint8, device=tensor.device)
     steps, codes = encoded[: 2 * num_blocks].view(torch.bfloat16), encoded[2 * num_blocks :].view(-1, num_blocks)
     random = None if seed is None else np.random.SFC64(seed)
     factor = _NORM * (_NEAREST_STEP[bits] if random is None else 1.0)
     largest = 1 << bits - 1
     for begin in range(0, num_blocks, _PIECE):
-        piece = flat[begin * HADAMARD_BLOCK_SIZE : (begin + _PIECE) * HADAMARD_BLOCK_SIZE].float()
-        missing = -len(piece) % HADAMARD_BLOCK_SIZE
+        piece = flat[begin * BLOCK_SIZE : (begin + _PIECE) * BLOCK_SIZE].float()
+        missing = -len(piece) % BLOCK_SIZE
         blocks = torch.nn.functional.pad(piece, (0, missing)) if missing else piece
-        rotated = torch.mm(_rotation(tensor.device).T, blocks.view(-1, HADAMARD_BLOCK_SIZE).T)
+        rotated = torch.mm(_rotation(tensor.device).T, blocks.view(-1, BLOCK_SIZE).T)
         step = _steps(rotated, largest, factor)
         end = begin + len(step)
         steps[begin:end] = step
@@ -106,15 +123,11 @@ def encode_hadamard(tensor: Tensor, bits: int, seed: int | None) -> Tensor:
     return encoded.cpu()
 
 
-def decode_hadamard(raw: Tensor, bits: int, num_values: int) -> Tensor:
-    """Decode bytes (uint8) of the right length to fp32, on their device.
-
-    Only steps that are not finite make numbers that are not.
-    """
-    num_blocks = -(-num_values // HADAMARD_BLOCK_SIZE)
+def _decode(raw: Tensor, bits: int, num_values: int) -> Tensor:
+    num_blocks = -(-num_values // BLOCK_SIZE)
     steps = raw[: 2 * num_blocks].clone().view(torch.bfloat16).float()
     codes = raw[2 * num_blocks :].view(-1, num_blocks)
-    values = torch.empty(num_blocks, HADAMARD_BLOCK_SIZE, device=raw.device)
+    values = torch.empty(num_blocks, BLOCK_SIZE, device=raw.device)
     for begin in range(0, num_blocks, _PIECE):
         whole = _unpack(codes[:, begin : begin + _PIECE], bits)
         blocks = values[begin : begin + _PIECE]
@@ -126,7 +139,7 @@ def decode_hadamard(raw: Tensor, bits: int, num_values: int) -> Tensor:
 
 def _unpack(codes: Tensor, bits: int) -> Tensor:
     """The whole numbers (64, B) in fp32 of the codes of B blocks, which are uint8."""
-    whole = torch.empty(HADAMARD_BLOCK_SIZE, codes.shape[1], device=codes.device)
+    whole = torch.empty(BLOCK_SIZE, codes.shape[1], device=codes.device)
     low = codes[:_HALF]
     if bits == 4:
         low = low.view(torch.int8)
@@ -136,7 +149,7 @@ def _unpack(codes: Tensor, bits: int) -> Tensor:
     whole[:_HALF] = low & 15
     whole[_HALF:] = low >> 4
     signs = (codes[_HALF:] >> _places(codes.device)) & 1
-    return whole.sub_(signs.view(HADAMARD_BLOCK_SIZE, -1), alpha=16)
+    return whole.sub_(signs.view(BLOCK_SIZE, -1), alpha=16)
 
 
 def _steps(rotated: Tensor, largest: int, factor: float) -> Tensor:
@@ -174,8 +187,8 @@ def _places(device: torch.device) -> Tensor:
 def _rotation(device: torch.device) -> Tensor:
     """The matrix (64, 64) of 1 and -1 by which blocks, as rows, are multiplied. Its rows are orthogonal."""
     hadamard = torch.ones(1, 1)
-    while len(hadamard) < HADAMARD_BLOCK_SIZE:
+    while len(hadamard) < BLOCK_SIZE:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> place & 1) for place in range(HADAMARD_BLOCK_SIZE)])
+    signs = torch.tensor([1.0 - 2.0 * (_SIGNS >> place & 1) for place in range(BLOCK_SIZE)])
     rotation: Tensor = signs[:, None] * hadamard
     return rotation.to(device)

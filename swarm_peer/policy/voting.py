@@ -14,7 +14,7 @@ from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
+class AveragingVote:
     """The result of an averaging round at one peer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class VoteOutcome:
     """The outcome of a vote for one peer.
 
     Attributes:
@@ -66,7 +66,7 @@ class Agreement:
     holders: tuple[str, ...] = ()
 
 
-def agree(me: str, votes: Mapping[str, Vote], *, may_retry: bool) -> Agreement:
+def agree(me: str, votes: Mapping[str, AveragingVote], *, may_retry: bool) -> VoteOutcome:
     """Decide what this peer does with its own result.
 
     A member that failed may have left its share out of the results of the others, without an error. So while the
@@ -86,20 +86,20 @@ def agree(me: str, votes: Mapping[str, Vote], *, may_retry: bool) -> Agreement:
             samples[vote.checksum] = max(samples.get(vote.checksum, 0), vote.samples)
     num_failed = sum(vote.checksum is None and not vote.abstains for vote in votes.values())
     if not ballots or (may_retry and (num_failed or len(ballots) > 1)):
-        return Agreement(
+        return VoteOutcome(
             Verdict.RETRY, f"{len(votes)} peers: it failed for {num_failed}, the others hold {len(ballots)} results"
         )
     winner = min(ballots, key=lambda checksum: (-samples[checksum], -len(ballots[checksum]), checksum))
     holders = tuple(ballots[winner])
     if votes[me].checksum == winner:
-        return Agreement(Verdict.COMMIT, f"{len(holders)} of {len(votes)} peers hold this result", holders)
+        return VoteOutcome(Verdict.COMMIT, f"{len(holders)} of {len(votes)} peers hold this result", holders)
     why = "the round failed here" if votes[me].checksum is None else "the result here differs"
     if votes[me].abstains:
         why = "this peer took no part"
-    return Agreement(Verdict.RESYNC, f"{why}, {len(holders)} peers hold one of {samples[winner]} samples", holders)
+    return VoteOutcome(Verdict.RESYNC, f"{why}, {len(holders)} peers hold one of {samples[winner]} samples", holders)
 
 
-def choose_weights(me: str, held: Mapping[str, HeldWeights]) -> Agreement:
+def choose_weights(me: str, held: Mapping[str, HeldWeights]) -> VoteOutcome:
     """Decide whether this peer goes on with its own weights.
 
     The history of the most peers wins, and of those who hold it, the digest of the most peers: devices that differ may
@@ -114,7 +114,7 @@ def choose_weights(me: str, held: Mapping[str, HeldWeights]) -> Agreement:
     with_history = _most_held(held, lambda weights: weights.history_hash)
     holders = tuple(_most_held(with_history, lambda weights: weights.digest))
     verdict = Verdict.COMMIT if me in holders else Verdict.RESYNC
-    return Agreement(verdict, f"{len(holders)} of {len(held)} peers hold the weights to go on with", holders)
+    return VoteOutcome(verdict, f"{len(holders)} of {len(held)} peers hold the weights to go on with", holders)
 
 
 def _most_held(held: Mapping[str, HeldWeights], value: Callable[[HeldWeights], str]) -> dict[str, HeldWeights]:
