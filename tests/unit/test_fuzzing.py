@@ -46,6 +46,7 @@ from swarm_peer.wire.frames import FrameType, parse_frame, parse_lengths
 from swarm_peer.wire.identity import Identity, is_peer_id
 from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
 from swarm_peer.wire.messages import (
+    AgreeCall,
     AveragePartCall,
     Body,
     CommitGradientCall,
@@ -133,6 +134,7 @@ BODIES: tuple[Body, ...] = (
     VoteReply(attempt=0, checksum="x", samples=2),
     AveragePartCall(manifest=HASH, stage=1, group=bytes(32), part=0),
     GoodbyeCall(manifest=HASH, serial=7, counts=COUNTS),
+    AgreeCall(manifest=HASH),
     LeaseCall(manifest=HASH, timeline_first_round=0, slices=(SliceId(0, 1),), believed=(SliceId(0, 2),), counts=COUNTS),
     LeaseReply(
         refused=((SliceId(0, 1), PEER.peer_id), (SliceId(0, 2), None)),
