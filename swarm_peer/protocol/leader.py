@@ -436,8 +436,8 @@ class Leader:
         blamed: tuple[Signed[Blamed], ...] = ()
         left = set(cut.seats) & set(ready) & roster - (silent if is_late else set())
         if not gone and not silent:
-            blamed = _most_named(present.blamed)
-            left -= {seat for signed in blamed for seat in (signed.body.author, *signed.body.seats)}
+            left_out, blamed = _to_leave_out(epoch, cut, present.blamed)
+            left -= left_out
         if attempt % MAX_TRIES == 0 or not left:
             blamed, left = (), set(ready) & roster
             if not epoch.is_divided and left:
@@ -448,14 +448,26 @@ class Leader:
             self.round = Round(self.round.number)
 
 
-def _most_named(blamed: dict[Seat, Signed[Blamed]]) -> tuple[Signed[Blamed], ...]:
-    """The accusation between the two seats of which most accusations are: a liar is one of them."""
-    pairs = Counter(frozenset({author, accused}) for author, signed in blamed.items() for accused in signed.body.seats)
+def _to_leave_out(
+    epoch: Epoch, cut: Cut, blamed: dict[Seat, Signed[Blamed]]
+) -> tuple[set[Seat], tuple[Signed[Blamed], ...]]:
+    """The seats that are left out after accusations, and these.
+
+    It is the seat that most votes of the cut accuse; or else accuser and accused of the pair between which most
+    accusations are, since one of the two lies. The others whom that accuser accuses stay.
+    """
+    for accused in sorted(cut.seats):
+        accusers = {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
+        if epoch.is_quorum(accusers, cut.seats):
+            return {accused}, tuple(blamed[author] for author in sorted(accusers))
+    pairs = Counter(
+        frozenset({author, accused})
+        for author, each in blamed.items()
+        for accused in each.body.seats
+        if author != accused
+    )
     if not pairs:
-        return ()
+        return set(), ()
     worst = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
-    for author, signed in sorted(blamed.items()):
-        if author in worst and worst <= {author, *signed.body.seats}:
-            # The others whom it accuses stay.
-            return (signed,)
-    return ()
+    author = next(seat for seat in sorted(worst) if seat in blamed and worst <= {seat, *blamed[seat].body.seats})
+    return set(worst), (blamed[author],)

@@ -304,11 +304,20 @@ class Member:
         return is_ours and not is_repeating and all(each.base in ((), cut.base) for each in cut.brings)
 
     def _is_left_out_rightly(self, present: OpenRound, cut: Cut) -> bool:
-        """Whether a seat that is ready agrees to be left out: it was too slow, or its accuser is left out as well."""
+        """Whether a seat that is ready agrees to be left out.
+
+        It was too slow, its accuser is left out as well, or most votes of the cut before accuse it.
+        """
         answer = present.answer
         was_slow = answer.cut is not None and self.me in answer.cut.seats and answer.said is None
-        accusers = {signed.body.author for signed in cut.blamed if self.me in signed.body.seats}
-        return was_slow or bool(accusers - set(cut.seats))
+        accusers = {
+            signed.body.author
+            for signed in cut.blamed
+            if self.me in signed.body.seats and answer.cut is not None and signed.body.cut == answer.cut.hash
+        }
+        epoch, before = self._context.epoch_of(cut.epoch), answer.cut
+        is_outvoted = epoch is not None and before is not None and epoch.is_quorum(accusers, before.seats)
+        return was_slow or bool(accusers - set(cut.seats)) or is_outvoted
 
     def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
         """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""

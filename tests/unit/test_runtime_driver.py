@@ -215,14 +215,10 @@ class Rig:
     async def leave(self, rigs, num_mates=2):
         """Hand everything over, to several stage-mates, and give up the place."""
         self.is_leaving = True
-        member = self.driver.member
-        working = member.working
-        if working is not None and (own := member.work.own(working.number)) is not None and self.shop.count:
-            means, weight = await self.shop.contribution(working.number)
-            self.driver.contributions.put(own.name, means, weight)
+        held = await self.driver.leave()
         mates = [rig for rig in rigs.values() if rig.stage == self.stage and rig is not self and rig.driver.member]
         for mate in mates[:num_mates]:
-            for contribution in member.to_hand_over():
+            for contribution in held:
                 if mate.driver.member.take_guest(contribution):
                     mate.driver.contributions.put(contribution.name, *self.driver.contributions.get(contribution.name))
         self.peer.core.membership.desired = frozenset()
@@ -320,6 +316,7 @@ def test_who_leaves_gives_its_work_to_several_and_it_counts_once():
             leaver = hall.rig(more[0])
             await until([more[0]], lambda peer: leaver.shop.count > 0)
             await leaver.leave(hall.rigs)
+            some.kill(more[0])
             await until(first[:1], lambda peer: len(peer.core.epoch.roster(0)) == 2)
             start = first[0].log(0).next_round
             await until(first[:1], rounds_of(0, start + 3))

@@ -18,7 +18,7 @@ from torch import Tensor
 from swarm_peer.errors import CallError
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Cut, Log, Name, base_of
+from swarm_peer.protocol.log import Committed, Contribution, Cut, Log, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
@@ -191,6 +191,7 @@ class RoundDriver:
         # with the weights that it began with, while the core has come further.
         self._weights: tuple[Restart | None, str] = (None, "")
         self._opened: tuple[int, int] | None = None
+        self._is_leaving = False
 
     @property
     def member(self) -> Member | None:
@@ -243,7 +244,7 @@ class RoundDriver:
 
     def _to_open(self, member: Member) -> tuple[int, int] | None:
         working = member.working
-        if working is None or member.known_base(working.number) != self._weights[1]:
+        if self._is_leaving or working is None or member.known_base(working.number) != self._weights[1]:
             return None
         return working.number, working.voids
 
@@ -366,11 +367,26 @@ class RoundDriver:
         if (present := member.draining) is None:
             return
         await self._workplace.drain(present.number)
-        own = member.work.own(present.number)
-        if own is not None and own.name.round == present.number:
-            means, weight = await self._workplace.contribution(present.number)
-            self.contributions.put(own.name, means, weight)
+        await self._hold(member, present.number)
         member.drained(present.number)
+
+    async def _hold(self, member: Member, number: int) -> None:
+        """Hold what was computed in a round that nothing is added to any more."""
+        own = member.work.own(number)
+        if own is not None and own.name.round == number and own.name not in self.contributions.names:
+            means, weight = await self._workplace.contribution(number)
+            self.contributions.put(own.name, means, weight)
+
+    async def leave(self) -> list[Contribution]:
+        """Let nothing in any more. Returns what stage-mates may bring in this seat's place; it is held here."""
+        self._is_leaving = True
+        member = self._member()
+        self._shut()
+        for number, present in sorted(member.work.open.items()):
+            if not present.is_drained:
+                await self._workplace.drain(number)
+                await self._hold(member, number)
+        return member.to_hand_over()
 
     async def _tell_root(self) -> None:
         member = self._member()
