@@ -11,16 +11,17 @@ from contexts import make_context, unparsed
 from memory_transport import MemoryNetwork, MemoryTransport
 
 from swarm_peer.config import AveragingSection
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
 from swarm_peer.protocol.log import Log
 from swarm_peer.protocol.messages import Timing
 from swarm_peer.protocol.statements import EpochId, KeySigned, Seat
-from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network import agreement
 from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import AgreeCall
 
 HASH = "m" * 32
 RUN = Identity.generate()
@@ -39,10 +40,15 @@ class Agreeing:
     """One peer that agrees with others."""
 
     identity: Identity
+    context: PeerContext
     agreement: Agreement
     transport: MemoryTransport
-    changed: Condition
+    calls: CallDispatcher
     scope: anyio.CancelScope | None = None
+
+    @property
+    def changed(self):
+        return self.context.changed
 
     @property
     def core(self):
@@ -78,10 +84,8 @@ def certified_first(coordinator: Identity) -> Certified:
 class Swarm:
     """A coordinator with the run key, and members of stages, each with somebody who does what its core asks for."""
 
-    def __init__(self, network, tasks, work: Work, averaging: AveragingSection):
-        resolved = unparsed(HASH, global_batch_size=BATCH)
-        manifest = resolved.manifest.model_copy(update={"averaging": averaging})
-        self.resolved = replace(resolved, manifest=manifest)
+    def __init__(self, network, tasks, work: Work, resolved: ResolvedManifest):
+        self.resolved = resolved
         self.network = network
         self.tasks = tasks
         self.work = work
@@ -101,16 +105,14 @@ class Swarm:
             sign_as_key=Statements(RUN.peer_id, RUN).sign if has_key else None,
         )
         part.core.membership.desired = frozenset(stages)
-        member = Agreeing(identity, part, transport, context.changed)
+        calls = CallDispatcher(manifest_hash=self.resolved.hash, calls=part.calls)
+        member = Agreeing(identity, context, part, transport, calls)
         self.members.append(member)
         self.tasks.start_soon(self._run, member)
         return member
 
     async def _run(self, member):
-        async def handle(caller, op, body, tensors):
-            return await member.agreement.handle(caller, AgreeCall(manifest=HASH), tensors)
-
-        await member.transport.serve(handle)
+        await member.transport.serve(member.calls)
         async with anyio.create_task_group() as tasks:
             member.scope = tasks.cancel_scope
             tasks.start_soon(member.agreement.run)
@@ -123,9 +125,13 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(work: Work, **averaging: object) -> AsyncIterator[Swarm]:
+async def swarm(work: Work, resolved: ResolvedManifest | None = None, **averaging: object) -> AsyncIterator[Swarm]:
+    if resolved is None:
+        resolved = unparsed(HASH, global_batch_size=BATCH)
+        changes = {"averaging": AveragingSection.model_validate(averaging)}
+        resolved = replace(resolved, manifest=resolved.manifest.model_copy(update=changes))
     async with MemoryNetwork() as network, anyio.create_task_group() as tasks:
-        yield Swarm(network, tasks, work, AveragingSection.model_validate(averaging))
+        yield Swarm(network, tasks, work, resolved)
         tasks.cancel_scope.cancel()
 
 

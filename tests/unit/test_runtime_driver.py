@@ -18,8 +18,8 @@ from swarm_peer.protocol.log import Name
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.step import driver as driver_module
-from swarm_peer.runtime.step.contributions import Contributions
 from swarm_peer.runtime.step.driver import AverageFailed, RoundDriver, Taken
+from swarm_peer.runtime.step.named_gradients import NamedGradients
 from swarm_peer.wire.identity import Identity
 
 RATE = 0.25
@@ -220,7 +220,7 @@ class Rig:
         for mate in mates[:num_mates]:
             for contribution in held:
                 if mate.driver.member.take_guest(contribution):
-                    mate.driver.contributions.put(contribution.name, *self.driver.contributions.get(contribution.name))
+                    mate.driver.gradients.put(contribution.name, *self.driver.gradients.get(contribution.name))
         self.peer.core.membership.desired = frozenset()
         self.peer.agreement.look()
 
@@ -374,7 +374,7 @@ def test_a_leader_that_dies_leaves_the_others_going_on():
 
 
 def test_contributions_are_held_by_name():
-    held = Contributions()
+    held = NamedGradients()
     a, b = (Name(Seat(peer, 1, ""), 4) for peer in "ab")
     held.put(a, [torch.tensor([1.0, 3.0])], 1)
     held.put(a, [torch.tensor([2.0, 4.0])], 1)

@@ -50,7 +50,11 @@ CLEANUP_S = 1.0
 
 
 class AllReduce:
-    """One averaging round of some members at this peer. Belongs to the event loop's thread."""
+    """One averaging round of some members at this peer. Belongs to the event loop's thread.
+
+    Attributes:
+        blamed: the members for which it has failed
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class AllReduce:
         self._changed = Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: str | None = None
+        self.blamed: frozenset[str] = frozenset()
         self._over = False
         # With no samples at all, the mean of the zeros that everybody brings is as good as any.
         self._weights = {peer: float(share if any(shares.values()) else 1) for peer, share in shares.items()}
@@ -124,10 +129,16 @@ class AllReduce:
                 await self._close()
         return self._failure
 
-    def fail(self, reason: str) -> None:
-        """Give the averaging round up. The first reason counts, and none after its end."""
+    def fail(self, reason: str, member: str | None = None) -> None:
+        """Give the averaging round up. The first reason counts, and none after its end.
+
+        Args:
+            member: who is to blame, if anybody
+        """
         if self._over:
             return
+        if self._failure is None and member is not None:
+            self.blamed = frozenset({member})
         self._failure = self._failure or reason
         self._changed.notify()
 
@@ -142,14 +153,14 @@ class AllReduce:
             raise InvalidMessage("only members of an averaging round send parts")
         if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
             reason = f"part {part} of {len(tensors)} tensors is not averaged here, has come before, or is not one"
-            self.fail(f"{sender}: {reason}")
+            self.fail(f"{sender}: {reason}", sender)
             raise InvalidMessage(reason)
         self._claimed.add((sender, part))
         try:
             weight, length = self._weights[sender], self._lengths[part]
             message = await self._threads.run(_decode, tensors[0], length, self._codec, weight, self._group)
         except InvalidMessage as error:
-            self.fail(f"{sender}: {error}")
+            self.fail(f"{sender}: {error}", sender)
             raise
         if not self._over:
             self._arrived[sender][part] = message
@@ -185,7 +196,7 @@ class AllReduce:
         async with aclosing(self._runner.rpc_aggregate_part(parts(), context)) as replies:
             async for reply in replies:
                 if reply.code != averaging_pb2.AVERAGED_PART:
-                    self.fail(f"{sender} sent no part for too long")
+                    self.fail(f"{sender} sent no part for too long", sender)
                     return
                 self._done[sender] += 1
                 self._changed.notify()
@@ -215,7 +226,7 @@ class AllReduce:
             data = await self._send(member, self._group, number, data)
             return await self._threads.run(_decode, data, len(part), self._codec)
         except CallError as error:
-            self.fail(f"{member}: {error}")
+            self.fail(f"{member}: {error}", member)
             # hivemind would lose an exception. It takes this message for the end of the member's averages.
             return averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
 
@@ -264,7 +275,7 @@ class _ExactAllReduce(AllReduceRunner):
     def __init__(
         self,
         exchange: Callable[[str, AsyncGenerator[Any, None]], AsyncIterator[Any]],
-        fail: Callable[[str], None],
+        fail: Callable[[str, str], None],
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
@@ -276,7 +287,8 @@ class _ExactAllReduce(AllReduceRunner):
         def register_failed_reducer(peer_index: int) -> None:
             register(peer_index)
             if container.failed_size:
-                fail(f"{self.ordered_peer_ids[peer_index].to_base58()} has not averaged its parts in time")
+                member = self.ordered_peer_ids[peer_index].to_base58()
+                fail(f"{member} has not averaged its parts in time", member)
 
         container.register_failed_reducer = register_failed_reducer
 

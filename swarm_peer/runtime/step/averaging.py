@@ -24,7 +24,15 @@ START_TIMEOUT_S = 5.0
 
 
 class AveragingFailed(Exception):
-    """An averaging round did not begin or did not finish, so there are no averages."""
+    """An averaging round did not begin or did not finish, so there are no averages.
+
+    Attributes:
+        blamed: ids of the members for which it has failed, as far as that is known
+    """
+
+    def __init__(self, reason: str, blamed: frozenset[str] = frozenset()):
+        super().__init__(reason)
+        self.blamed = blamed
 
 
 class GradientAverager:
@@ -70,8 +78,17 @@ class GradientAverager:
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
-        name = f"{self._hash}/{self._stage}/{round_number}/{attempt}/{sorted(shares.items())}"
-        group = hashlib.sha256(name.encode()).digest()
+        return await self.average_as(f"{round_number}/{attempt}/{sorted(shares.items())}", gradients, shares)
+
+    async def average_as(
+        self, name: str, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]
+    ) -> list[torch.Tensor]:
+        """Run one averaging round, as `average`. It fails unless all members give the same name and shares.
+
+        Raises:
+            AveragingFailed: as `average`
+        """
+        group = hashlib.sha256(f"{self._hash}/{self._stage}/{name}".encode()).digest()
         values = next(self._buffers)
         averages = self._views_of(values)
         await self._threads.run(_fill, averages, gradients)
@@ -91,7 +108,7 @@ class GradientAverager:
         finally:
             del self._rounds[group]
         if reason is not None:
-            raise AveragingFailed(reason)
+            raise AveragingFailed(reason, averaging_round.blamed)
         return averages
 
     def _views_of(self, values: torch.Tensor) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
-from swarm_peer.runtime.step.contributions import Contributions
+from swarm_peer.runtime.step.named_gradients import NamedGradients
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class RoundDriver:
     """Drives the rounds of one seat in one stage. Belongs to the event loop's thread.
 
     Attributes:
-        contributions: those that this seat can bring
+        gradients: of the contributions that this seat can bring, by name
         updates: the averages of the newest entries, by their hashes, for stage-mates
         complaint: why it has not caught up, if so
     """
@@ -174,7 +174,7 @@ class RoundDriver:
             changed: notified whenever the core may ask for something else
             ended: told of each entry that was applied
         """
-        self.contributions = Contributions()
+        self.gradients = NamedGradients()
         self.updates: dict[str, list[Tensor]] = {}
         self.complaint = ""
         self._agreement = agreement
@@ -263,7 +263,7 @@ class RoundDriver:
         await self._workplace.discard()
         self._results.clear()
         self.updates.clear()
-        self.contributions.forget(restart.first_round)
+        self.gradients.forget(restart.first_round)
         if member.state:  # a newcomer has taken it over before
             self._weights = restart, member.state
             return
@@ -300,7 +300,7 @@ class RoundDriver:
         self._weights = member.log.restart, entry.hash
         self._drop_old_updates(member)
         if entry.cut.averages:
-            self.contributions.forget(entry.cut.round + 1)
+            self.gradients.forget(entry.cut.round + 1)
         self._ended(committed)
 
     def _collect(self, member: Member) -> None:
@@ -373,9 +373,9 @@ class RoundDriver:
     async def _hold(self, member: Member, number: int) -> None:
         """Hold what was computed in a round that nothing is added to any more."""
         own = member.work.own(number)
-        if own is not None and own.name.round == number and own.name not in self.contributions.names:
+        if own is not None and own.name.round == number and own.name not in self.gradients.names:
             means, weight = await self._workplace.contribution(number)
-            self.contributions.put(own.name, means, weight)
+            self.gradients.put(own.name, means, weight)
 
     async def leave(self) -> list[Contribution]:
         """Let nothing in any more. Returns what stage-mates may bring in this seat's place; it is held here."""
@@ -434,5 +434,5 @@ class RoundDriver:
     async def _mean_of(self, cut: Cut, names: Sequence[Name]) -> list[Tensor]:
         if not cut.averages:
             return []
-        means, weight = self.contributions.mean(names, self._workplace.shapes())
+        means, weight = self.gradients.mean(names, self._workplace.shapes())
         return await self._averager.average(cut, means, weight)

@@ -14,7 +14,7 @@ from torch import Tensor
 from swarm_peer.protocol.log import Name
 
 
-class Contributions:
+class NamedGradients:
     """Mean gradients with their weights, by name."""
 
     def __init__(self) -> None:

@@ -1,0 +1,35 @@
+"""Averages what the members of a cut bring, with hivemind's all-reduce over our calls: the averager that ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from swarm_peer.protocol.log import Cut
+from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
+from swarm_peer.runtime.step.driver import AverageFailed
+
+
+class CutAverager:
+    """An `Averager` of one stage. A cut names the averaging round, so none has members of different cuts."""
+
+    def __init__(self, averager: GradientAverager):
+        self._averager = averager
+
+    async def average(self, cut: Cut, means: Sequence[Tensor], weight: int) -> list[Tensor]:
+        """See Averager.
+
+        Raises:
+            AverageFailed: a member was lost, or has sent what does not fit
+        """
+        shares = {part.seat.peer: part.weight for part in cut.parts}
+        if len(shares) == 1:
+            return [mean.clone() for mean in means]
+        try:
+            averages = await self._averager.average_as(cut.hash, means, shares)
+        except AveragingFailed as error:
+            blamed = frozenset(seat for seat in cut.seats if seat.peer in error.blamed)
+            raise AverageFailed(str(error), blamed) from error
+        # The averager's memory is used again for the next average, while this one is kept for stage-mates.
+        return [average.clone() for average in averages]

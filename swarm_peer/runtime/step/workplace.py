@@ -1,0 +1,88 @@
+"""The workplace of a real stage: its trainer, its device thread, and the admission of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor, empty_like
+
+from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.trouble import UpdateRecord
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.state.index import digest_weights, extend_history
+from swarm_peer.runtime.step.contribution import contributions
+
+Result = TypeVar("Result")
+
+
+class StageWorkplace:
+    """A `Workplace` of one replica. Belongs to the event loop's thread."""
+
+    def __init__(self, *, context: PeerContext, core: ReplicaCore, updates: UpdateRecord):
+        self._context = context
+        self._core = core
+        self._trainer = core.trainer
+        self._updates = updates
+
+    def open(self, number: int) -> None:
+        """Let microbatches of a round in."""
+        rounds = self._core.rounds
+        if rounds.step.round_number != number or rounds.step.phase in (Phase.EMPTY, Phase.CATCHING_UP):
+            rounds.begin(
+                StepState(
+                    round_number=number,
+                    weights_version=self._trainer.weights_version,
+                    began_s=self._context.clock.monotonic_s(),
+                )
+            )
+        rounds.enter(Phase.OPEN)
+
+    def close(self) -> None:
+        """Let none in."""
+        if self._core.rounds.step.phase is Phase.OPEN:
+            self._core.rounds.enter(Phase.ENDING)
+
+    async def drain(self, number: int) -> None:
+        """Wait until no microbatch of a round is inside; none is let in any more."""
+        await self._core.admission.drained()
+
+    async def contribution(self, number: int) -> tuple[list[Tensor], int]:
+        """Take what was computed in a round out of the accumulator."""
+        return await self._in_device_thread(partial(self._take, number))
+
+    def _take(self, number: int) -> tuple[list[Tensor], int]:
+        means, weight, _ = contributions(self._trainer, self._context.metrics, self._updates, number)
+        self._trainer.discard_gradients()
+        return list(means), weight
+
+    async def discard(self) -> None:
+        """Empty the accumulator."""
+        await self._in_device_thread(self._discard)
+
+    def _discard(self) -> None:
+        self._trainer.discard_gradients()
+        self._core.rounds.current.forget_counted()
+
+    async def apply(self, averages: Sequence[Tensor]) -> None:
+        """Update the weights; with no averages, as a round ends that has none."""
+        result = await self._in_device_thread(partial(self._trainer.apply, averages))
+        self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=result.skipped)
+
+    async def root(self) -> str:
+        """The root of the state."""
+        return await self._in_device_thread(lambda: digest_weights(self._trainer.strategy.shared_weights()))
+
+    async def digest(self, averages: Sequence[Tensor]) -> str:
+        """A digest of an update, the same at all members."""
+        return await self._context.threads.run(extend_history, "", averages)
+
+    def shapes(self) -> Sequence[Tensor]:
+        """Tensors of the shapes of a contribution, on the meta device."""
+        return [empty_like(parameter, device="meta") for parameter in self._trainer.trained.values()]
+
+    async def _in_device_thread(self, job: Callable[[], Result]) -> Result:
+        return await self._core.device_thread.run(Priority.STEP, job)
