@@ -42,6 +42,18 @@ class Contribution(NamedTuple):
     base: Base
 
 
+@dataclass(frozen=True)
+class HandedOver(Statement):
+    """The author gives its contribution to stage-mates, which may bring it in its place.
+
+    Attributes:
+        digest: of its values
+    """
+
+    contribution: Contribution
+    digest: str
+
+
 class Part(NamedTuple):
     """A member's part of the update of a round: its own contribution, and those that others have given it."""
 

@@ -90,6 +90,7 @@ CLASSES: tuple[type, ...] = (
     messages.Said,
     messages.Blame,
     messages.Commit,
+    log.HandedOver,
 )
 _NUMBERS = {cls: number for number, cls in enumerate(CLASSES)}
 
@@ -122,7 +123,7 @@ class Statements:
         Raises:
             InvalidMessage: it is none of this class, or one of its signatures does not match
         """
-        name = f"{cls.__name__} of the protocol"
+        name = f"{getattr(cls, '__name__', cls)} of the protocol"
         if len(data) > MAX_MESSAGE_BYTES:
             raise InvalidMessage(f"{name}: {len(data)} bytes; at most {MAX_MESSAGE_BYTES} go")
         try:

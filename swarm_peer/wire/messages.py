@@ -215,6 +215,21 @@ class AgreeCall(Call):
     op: Literal["agree"] = "agree"
 
 
+class GiveCall(Call):
+    """A chunk of a contribution that the callee may bring to an average in its author's place.
+
+    Tensors: the author's signed statement (wire/agreement.py: HandedOver), and the chunk.
+
+    Attributes:
+        offset, num_bytes: where the chunk begins, and the length of all
+    """
+
+    op: Literal["give"] = "give"
+    stage: Stage
+    offset: int = Field(ge=0, lt=2**40)
+    num_bytes: int = Field(gt=0, lt=2**40)
+
+
 class GoodbyeCall(Call):
     """Says that the caller leaves: nobody waits for it, or sends to it, until it announces itself again.
 

@@ -52,6 +52,7 @@ from swarm_peer.wire.messages import (
     CommitGradientCall,
     CountsCall,
     CountsReply,
+    GiveCall,
     GoodbyeCall,
     GradientChunkCall,
     GreetCall,
@@ -135,6 +136,7 @@ BODIES: tuple[Body, ...] = (
     AveragePartCall(manifest=HASH, stage=1, group=bytes(32), part=0),
     GoodbyeCall(manifest=HASH, serial=7, counts=COUNTS),
     AgreeCall(manifest=HASH),
+    GiveCall(manifest=HASH, stage=1, offset=0, num_bytes=4),
     LeaseCall(manifest=HASH, timeline_first_round=0, slices=(SliceId(0, 1),), believed=(SliceId(0, 2),), counts=COUNTS),
     LeaseReply(
         refused=((SliceId(0, 1), PEER.peer_id), (SliceId(0, 2), None)),

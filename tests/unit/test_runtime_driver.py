@@ -9,18 +9,22 @@ from random import Random
 import anyio
 import pytest
 import torch
-from agreeing import quickly, swarm, until
+from agreeing import HASH, quickly, swarm, until
 
-from swarm_peer.errors import NotServing
+from swarm_peer.errors import Busy, InvalidMessage, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
-from swarm_peer.protocol.log import Name
+from swarm_peer.protocol.log import Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.step import driver as driver_module
+from swarm_peer.runtime.step import giving
 from swarm_peer.runtime.step.driver import AverageFailed, RoundDriver, Taken
+from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.named_gradients import NamedGradients
+from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import GiveCall
 
 RATE = 0.25
 NUM_SLICES = 4
@@ -170,6 +174,15 @@ class Rig:
             changed=peer.changed,
             ended=self.ended.append,
         )
+        self.giving = Giving(
+            context=peer.context,
+            agreement=peer.agreement,
+            transport=peer.transport,
+            driver=self.driver,
+            stage=stage,
+            shapes=[torch.Size((3,))],
+        )
+        peer.calls.add(stage, self.giving.calls)
         self.next_window = {}
         self.is_leaving = False
 
@@ -217,10 +230,7 @@ class Rig:
         self.is_leaving = True
         held = await self.driver.leave()
         mates = [rig for rig in rigs.values() if rig.stage == self.stage and rig is not self and rig.driver.member]
-        for mate in mates[:num_mates]:
-            for contribution in held:
-                if mate.driver.member.take_guest(contribution):
-                    mate.driver.gradients.put(contribution.name, *self.driver.gradients.get(contribution.name))
+        assert await self.giving.give(held, [mate.peer.identity.peer_id for mate in mates], num_mates) == num_mates
         self.peer.core.membership.desired = frozenset()
         self.peer.agreement.look()
 
@@ -233,6 +243,7 @@ class Hall:
         self.board = Board()
         self.random = Random(1)
         self.num_compared = 0
+        self.is_paused = False
 
     async def work(self, own, others):
         if not (stages := own.core.membership.desired - {-1}):
@@ -243,7 +254,7 @@ class Hall:
             tasks.start_soon(rig.driver.run)
             while True:
                 own.prepare([each for each in others if each is not own], partial(rig.take_over, self.rigs))
-                if stage == 0:
+                if stage == 0 and not self.is_paused:
                     rig.launch(self.rigs, self.random)
                 await anyio.sleep(0.001)
 
@@ -315,8 +326,10 @@ def test_who_leaves_gives_its_work_to_several_and_it_counts_once():
             await until(more, lambda peer: peer.core.membership.stages != frozenset())
             leaver = hall.rig(more[0])
             await until([more[0]], lambda peer: leaver.shop.count > 0)
+            hall.is_paused = True  # else the round might be over before all is given
             await leaver.leave(hall.rigs)
             some.kill(more[0])
+            hall.is_paused = False
             await until(first[:1], lambda peer: len(peer.core.epoch.roster(0)) == 2)
             start = first[0].log(0).next_round
             await until(first[:1], rounds_of(0, start + 3))
@@ -390,3 +403,90 @@ def test_contributions_are_held_by_name():
     assert (weight, means[0].tolist()) == (0, [0.0, 0.0])
     held.forget(5)
     assert held.names == frozenset()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(giving, "CHUNK_BYTES", 8)
+
+
+def given_by(rig, *, weight=2, values=(1.0, 2.0, 3.0), digest=None, name=None):
+    """A contribution of a rig, with its statement and its chunks."""
+    member, part = rig.driver.member, rig.peer.agreement
+    data = bytes_of(torch.tensor(values))
+    contribution = Contribution(name or Name(member.me, member.log.next_round + 1), weight, (), ())
+    body = HandedOver(member.me, part.core.epoch.id, contribution, digest or giving._digest(data))
+    statement = memoryview(part.statements.encode(part.statements.sign(body)))
+    return contribution, statement, data
+
+
+async def two_mates(some):
+    first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(first, lambda peer: peer.core.membership.stages != frozenset())
+    more = some.add(Identity.generate(), 1)
+    await until([more], lambda peer: peer.core.membership.stages != frozenset())
+    await until([first[1]], lambda peer: len(peer.core.epoch.roster(1)) == 2)
+    return first[1], more
+
+
+def call_of(offset, data):
+    return GiveCall(manifest=HASH, stage=1, offset=offset, num_bytes=len(data))
+
+
+def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = map(hall.rig, await two_mates(some))
+            caller = giver.peer.identity.peer_id
+            contribution, statement, data = given_by(giver)
+            for offset in (8, 8, 0, 0, 8):
+                await taker.giving.handle(caller, call_of(offset, data), (statement, data[offset : offset + 8]))
+            assert taker.driver.member.work.guests == {contribution.name: contribution}
+            means, weight = taker.driver.gradients.get(contribution.name)
+            assert (means[0].tolist(), weight) == ([1.0, 2.0, 3.0], 2)
+
+    anyio.run(run)
+
+
+def test_what_its_author_has_not_given_is_refused():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = map(hall.rig, await two_mates(some))
+            caller, member = giver.peer.identity.peer_id, giver.driver.member
+
+            async def give(given, error, match, by=caller, offset=0, cut=None):
+                _, statement, data = given
+                with pytest.raises(error, match=match):
+                    await taker.giving.handle(by, call_of(offset, data), (statement, data[:cut]))
+
+            await give(given_by(giver), NotServing, "from stage-mate to stage-mate", by="a stranger")
+            await give(given_by(giver, digest="d" * 32), InvalidMessage, "has not signed")
+            await give(given_by(giver, values=(float("nan"), 0.0, 0.0)), InvalidMessage, "not finite")
+            await give(given_by(giver, values=(0.0, 0.0)), InvalidMessage, "a contribution of 8 bytes")
+            await give(given_by(giver), InvalidMessage, "are no chunk", cut=4)
+            await give(given_by(giver), InvalidMessage, "are no chunk", offset=4)
+            await give(given_by(giver, weight=-1), InvalidMessage, "not its author's")
+            others = Name(taker.driver.member.me, member.log.next_round + 1)
+            await give(given_by(giver, name=others), InvalidMessage, "not its author's")
+            await give(given_by(giver, name=Name(member.me, -1)), NotServing, "is over here")
+            assert taker.driver.member.work.guests == {}
+
+    anyio.run(run)
+
+
+def test_a_seat_holds_only_so_many_contributions_of_others(small_chunks):
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = map(hall.rig, await two_mates(some))
+            caller, me = giver.peer.identity.peer_id, giver.driver.member.me
+            for number in range(giving.MAX_GUESTS):
+                _, statement, data = given_by(giver, name=Name(me, 1000 + number))
+                await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+            _, statement, data = given_by(giver, name=Name(me, 2000))
+            with pytest.raises(Busy, match="contributions of others"):
+                await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+
+    anyio.run(run)

@@ -1,0 +1,195 @@
+"""Gives the contributions of a seat that leaves to stage-mates, and takes those of others.
+
+A contribution has a name, and its author signs it. So it may be given to several, in chunks, and each call may come
+again: a cut takes each name once (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarm_peer.errors import Busy, CallError, InvalidMessage, NotServing
+from swarm_peer.protocol.log import Contribution, HandedOver, Name
+from swarm_peer.protocol.statements import Signed
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.network.transport import Handler, Reply, Transport
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.wire.messages import Body, GiveCall
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 * 2**20
+CALL_TIMEOUT_S = 15.0
+# Contributions that one seat takes in or holds for others at a time. Each is as large as its stage.
+MAX_GUESTS = 4
+
+
+@dataclass
+class _Arriving:
+    """A contribution that is arriving."""
+
+    given: Signed[HandedOver]
+    data: torch.Tensor
+    offsets: set[int] = field(default_factory=set)
+
+
+class Giving:
+    """One seat's way of giving and taking contributions. Belongs to the event loop's thread.
+
+    Args:
+        shapes: of a contribution's tensors
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        agreement: Agreement,
+        transport: Transport,
+        driver: RoundDriver,
+        stage: int,
+        shapes: Sequence[torch.Size],
+    ):
+        self._context = context
+        self._agreement = agreement
+        self._transport = transport
+        self._driver = driver
+        self._stage = stage
+        self._shapes = list(shapes)
+        self._num_bytes = 4 * sum(shape.numel() for shape in shapes)
+        # Statements of the contributions that this seat holds for others, so that it can give them on.
+        self._signed: dict[Name, Signed[HandedOver]] = {}
+        self._arriving: dict[Name, _Arriving] = {}
+
+    @property
+    def calls(self) -> dict[type[Body], Handler]:
+        """The calls that this part answers."""
+        return {GiveCall: self.handle}
+
+    # --- the giving side
+
+    async def give(self, contributions: Sequence[Contribution], mates: Sequence[str], enough: int = 2) -> int:
+        """Give contributions, whose gradients the driver holds, to some stage-mates.
+
+        Args:
+            mates: ids of stage-mates, who are asked one after the other
+            enough: how many of them shall have all
+
+        Returns:
+            how many have
+        """
+        num_given = 0
+        for mate in mates:
+            if num_given >= enough:
+                break
+            try:
+                for contribution in contributions:
+                    await self._give_one(contribution, mate)
+            except CallError as error:
+                log.warning("contribution_not_taken peer=%s reason=%s: %s", mate, error.code, error)
+            else:
+                num_given += 1
+        return num_given
+
+    async def _give_one(self, contribution: Contribution, mate: str) -> None:
+        means, _ = self._driver.gradients.get(contribution.name)
+        data = await self._context.threads.run(_flat, means)
+        if contribution.name not in self._signed:
+            me, epoch = self._agreement.core.membership.me, self._agreement.core.epoch
+            digest = await self._context.threads.run(_digest, data)
+            self._signed[contribution.name] = self._agreement.statements.sign(
+                HandedOver(me, epoch.id, contribution, digest)
+            )
+        statement = memoryview(self._agreement.statements.encode(self._signed[contribution.name]))
+        for offset in range(0, len(data), CHUNK_BYTES):
+            call = GiveCall(manifest=self._context.resolved.hash, stage=self._stage, offset=offset, num_bytes=len(data))
+            chunk = data[offset : offset + CHUNK_BYTES]
+            await self._transport.call(mate, call, (statement, chunk), timeout_s=CALL_TIMEOUT_S)
+
+    # --- the taking side
+
+    async def handle(self, caller: str, call: GiveCall, tensors: Sequence[memoryview]) -> Reply:
+        """Take a chunk of a contribution. The last one makes it a guest of this seat.
+
+        Raises:
+            InvalidMessage: it does not fit this stage, or is not what its author has signed
+            NotServing: the caller is no stage-mate, or the round is over
+            Busy: this seat holds as many as it may
+        """
+        member = self._driver.member
+        if member is None or caller not in {seat.peer for seat in self._agreement.core.epoch.roster(self._stage)}:
+            raise NotServing("contributions go from stage-mate to stage-mate")
+        if len(tensors) != 2 or call.num_bytes != self._num_bytes or len(tensors[1]) > CHUNK_BYTES:
+            raise InvalidMessage(f"a contribution of {call.num_bytes} bytes in {len(tensors)} tensors")
+        given = self._agreement.statements.decode(Signed[HandedOver], bytes(tensors[0]))
+        contribution = given.body.contribution
+        name = contribution.name
+        if name.seat != given.body.author or contribution.weight < 0:
+            raise InvalidMessage("a contribution that is not its author's")
+        if name in self._driver.gradients.names and self._signed.get(name) == given:
+            return Reply()
+        arriving = self._arrive(given)
+        end = call.offset + len(tensors[1])
+        if call.offset % CHUNK_BYTES or end != min(call.offset + CHUNK_BYTES, self._num_bytes):
+            raise InvalidMessage(f"bytes {call.offset} to {end} are no chunk of {self._num_bytes}")
+        arriving.data[call.offset : end] = torch.frombuffer(bytearray(tensors[1]), dtype=torch.uint8)
+        arriving.offsets.add(call.offset)
+        if arriving.offsets >= set(range(0, self._num_bytes, CHUNK_BYTES)):
+            await self._take(self._arriving.pop(name))
+        return Reply()
+
+    def _arrive(self, given: Signed[HandedOver]) -> _Arriving:
+        name, next_round = given.body.contribution.name, self._next_round()
+        if name.round < next_round:
+            raise NotServing(f"round {name.round} is over here")
+        self._arriving = {each: left for each, left in self._arriving.items() if each.round >= next_round}
+        self._signed = {each: signed for each, signed in self._signed.items() if each.round >= next_round}
+        if name not in self._arriving:
+            held = self._driver.gradients.names - {each for each in self._driver.gradients.names if self._is_own(each)}
+            if len(self._arriving) + len(held) >= MAX_GUESTS:
+                raise Busy(f"{len(held)} contributions of others are held, and {len(self._arriving)} arrive")
+            self._arriving[name] = _Arriving(given, torch.empty(self._num_bytes, dtype=torch.uint8))
+        return self._arriving[name]
+
+    def _next_round(self) -> int:
+        member = self._driver.member
+        return member.log.next_round if member is not None else 0
+
+    def _is_own(self, name: Name) -> bool:
+        return name.seat == self._agreement.core.membership.me
+
+    async def _take(self, arrived: _Arriving) -> None:
+        body = arrived.given.body
+        means = await self._context.threads.run(self._checked, arrived)
+        member = self._driver.member
+        # Held before the core hears of it, since the next cut may name it.
+        self._driver.gradients.put(body.contribution.name, means, body.contribution.weight)
+        if member is None or not member.take_guest(body.contribution):
+            raise NotServing(f"round {body.contribution.name.round} is over here")
+        self._signed[body.contribution.name] = arrived.given
+        self._agreement.look()
+
+    def _checked(self, arrived: _Arriving) -> list[Tensor]:
+        if _digest(bytes_of(arrived.data)) != arrived.given.body.digest:
+            raise InvalidMessage("a contribution that its author has not signed")
+        values = arrived.data.view(torch.float32)
+        if not bool(values.isfinite().all()):
+            raise InvalidMessage("a contribution that is not finite")
+        parts = torch.split(values, [shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _flat(means: Sequence[Tensor]) -> memoryview:
+    return bytes_of(torch.cat([mean.reshape(-1) for mean in means]))
+
+
+def _digest(data: memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
