@@ -1,0 +1,170 @@
+"""Reads the slices of the data that the leader of stage 0 grants this seat, and says what has come of their samples.
+
+Owns which slices this seat reads, and which of their samples are in flight. The protocol decides what counts: whatever
+this seat has read and no entry holds is read again, by whoever is granted the slice next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, ranges_of
+from swarm_peer.policy.trouble import Complaint
+from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.log import Base, Receipt
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.statements import EpochId, Signed
+from swarm_peer.protocol.work import OpenRound
+from swarm_peer.runtime.data.prefetch import Sample, SamplePool
+
+
+@dataclass
+class _Reading:
+    """A slice that this seat reads.
+
+    Attributes:
+        in_flight: windows that were drawn, and have neither counted nor been given up
+        last_round: in which one of its windows has counted
+        end: its end, once that is found and has yet to be told
+        is_read: whether all of it was read
+    """
+
+    last_round: int
+    in_flight: set[int] = field(default_factory=set)
+    end: WindowRange | None = None
+    is_read: bool = False
+
+
+class GrantedSlices:
+    """The slices that one seat of stage 0 reads. Belongs to the event loop's thread.
+
+    Args:
+        member: the seat's part in the protocol; None while it has no place
+        num_readers: how many peers read this data
+
+    Attributes:
+        generation: grows when the run goes back; samples that were drawn before are void
+    """
+
+    def __init__(self, *, pool: SamplePool, member: Callable[[], Member | None], num_readers: Callable[[], int]):
+        self.generation = 0
+        self._pool = pool
+        self._member = member
+        self._num_readers = num_readers
+        self._held: dict[SliceId, _Reading] = {}
+        self._restart: Restart | None = None
+        self._seen: tuple[EpochId, int] | None = None
+
+    def follow(self) -> None:
+        """Read what is granted, and put away what is through; to be called whenever the core may have gone on."""
+        member = self._member()
+        if member is None or member.ledger is None:
+            return
+        if member.log.restart != self._restart:
+            self._begin(member.log.restart)
+        self._note_ends()
+        granted = member.granted
+        if granted is not None and granted.reign == member.reign:
+            for slice_id in self._held.keys() - set(granted.slices):
+                self._put_away(slice_id)  # another seat reads it
+            if self._seen != (granted.reign, granted.number):
+                self._seen = granted.reign, granted.number
+                for slice_id in granted.slices:
+                    if slice_id not in self._held and not member.ledger.is_finished(slice_id):
+                        self._held[slice_id] = _Reading(member.log.next_round)
+                        self._pool.add_lease(slice_id, member.ledger.uncounted(slice_id))
+        for slice_id, reading in list(self._held.items()):
+            is_through = reading.is_read and not reading.in_flight and reading.end is None
+            if member.ledger.is_finished(slice_id) or (is_through and reading.last_round < member.log.next_round):
+                self._put_away(slice_id)
+        member.reads = tuple(sorted(self._held))
+        member.wants_slices = self._pool.num_wanted(self._num_readers())
+
+    def _begin(self, restart: Restart) -> None:
+        for slice_id in list(self._held):
+            self._put_away(slice_id)
+        self._pool.take_ends()
+        self._restart, self._seen = restart, None
+        self.generation += 1
+
+    def _put_away(self, slice_id: SliceId) -> None:
+        del self._held[slice_id]
+        self._pool.drop(slice_id)
+
+    def _note_ends(self) -> None:
+        for end in self._pool.take_ends():
+            if (reading := self._held.get(end.slice_id)) is not None:
+                reading.end, reading.is_read = end, True
+
+    # --- samples
+
+    async def draw(self, count: int) -> list[Sample]:
+        """Wait for samples, and take them.
+
+        Raises:
+            UserError: the data cannot be read
+        """
+        samples = await self._pool.next_samples(count)
+        for sample in samples:
+            if (reading := self._held.get(sample.id.slice_id)) is not None:
+                reading.in_flight.add(sample.id.window)
+        return samples
+
+    def counted(
+        self,
+        present: OpenRound,
+        samples: Iterable[SampleId],
+        *,
+        base: Base,
+        weight: int,
+        receipt: Signed[Receipt] | None = None,
+    ) -> bool:
+        """A microbatch came back. Returns False if it is of no use: its round is over, or it has another base.
+
+        Args:
+            receipt: of the seat of stage 1; None in a run of one stage
+        """
+        member, samples = self._member(), list(samples)
+        if member is None:
+            return False
+        ranges = (*ranges_of(samples), *self._ends())
+        if not member.work.computed(present.number, base, weight=weight, samples=ranges, receipt=receipt):
+            return False
+        self._decided(samples, present.number)
+        for item in ranges:
+            if item.is_last and (reading := self._held.get(item.slice_id)) is not None:
+                reading.end, reading.last_round = None, present.number
+        return True
+
+    def give_up(self, present: OpenRound, samples: Iterable[SampleId]) -> None:
+        """A microbatch has failed too often: its samples count as read, so that nobody tries them for ever."""
+        member, samples = self._member(), list(samples)
+        if member is not None:
+            member.work.computed(present.number, present.computed.base, weight=0, samples=ranges_of(samples))
+        self._decided(samples, present.number)
+
+    def tell_ends(self, present: OpenRound) -> None:
+        """Tell ends of slices that no sample goes with: those of empty slices, or found late."""
+        member, ends = self._member(), self._ends()
+        if member is None or not ends:
+            return
+        if member.work.computed(present.number, present.computed.base, weight=0, samples=ends):
+            for end in ends:
+                reading = self._held[end.slice_id]
+                reading.end, reading.last_round = None, present.number
+
+    def _ends(self) -> tuple[WindowRange, ...]:
+        """The ends of slices of which nothing is in flight: nobody else needs to read them."""
+        self._note_ends()
+        return tuple(each.end for each in self._held.values() if each.end is not None and not each.in_flight)
+
+    def _decided(self, samples: Iterable[SampleId], number: int) -> None:
+        for sample in samples:
+            if (reading := self._held.get(sample.slice_id)) is not None:
+                reading.in_flight.discard(sample.window)
+                reading.last_round = number
+
+    def complaint(self, now_s: float) -> Complaint | None:
+        """This peer's trouble in reading, if it has any."""
+        return self._pool.complaint(now_s)

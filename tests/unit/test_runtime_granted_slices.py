@@ -1,0 +1,189 @@
+"""A seat of stage 0 reads what it was granted, each sample once, and lets go of what is through."""
+
+from __future__ import annotations
+
+from random import Random
+
+import anyio
+import pytest
+from contexts import FixedRandom, make_context, unparsed
+from made_up_slices import FakeReader
+
+from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.data.ranges import SliceId, WindowRange
+from swarm_peer.protocol.epochs import BEGINNING, Restart
+from swarm_peer.protocol.grants import Grant, Grants
+from swarm_peer.protocol.log import Log
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Counted, Timing
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
+from swarm_peer.protocol.work import RoundContext
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.prefetch import SamplePool
+
+ME = Seat("me", 1, "")
+REIGN = EpochId(1, ME, 0)
+LENGTHS = (5, 0, 3)
+
+
+class Desk:
+    """A seat of stage 0 whose leader grants what it asks for, and commits rounds when told to."""
+
+    def __init__(self, *lengths):
+        self.reader = FakeReader(*(lengths or LENGTHS))
+        context = make_context(unparsed("0" * 32), random=FixedRandom(1))
+        self.pool = SamplePool(context=context, reader=self.reader)
+        self.context = RoundContext(
+            num_stages=1, batch=4, unit=1, lag=0, averages=lambda n: True, is_rooted=lambda n: False,
+            fills=lambda c: True, believed=lambda d: d.samples, epoch_of=lambda e: None,
+            sign=lambda body: Signed(body, b""), timing=Timing(),
+        )  # fmt: skip
+        self.member = Member(me=ME, stage=0, restart=BEGINNING, context=self.context)
+        self.member.reign = REIGN
+        self.member.reached(self.member.log.head, Ledger(len(self.reader.lengths)))
+        self.grants = Grants(REIGN, batch=4, unit=1, patience_s=60.0)
+        self.slices = GrantedSlices(pool=self.pool, member=lambda: self.member, num_readers=lambda: 1)
+        self.taken = []
+
+    @property
+    def present(self):
+        return self.member.working
+
+    def ask(self):
+        """Say what is read and wanted, and take what is granted."""
+        self.slices.follow()
+        [counted] = [each for each in self.member.sayings(_Epoch()) if isinstance(each, Counted)]
+        self.member.take_grant(self.grants.grant(ME, counted.wants, self.member.ledger, 0.0))
+        self.slices.follow()
+
+    async def draw(self, count=1):
+        self.ask()
+        with anyio.fail_after(5):
+            samples = await self.slices.draw(count)
+        self.taken += [sample.id for sample in samples]
+        return [sample.id for sample in samples]
+
+    def end_round(self):
+        """The round's entry holds all that this seat has brought."""
+        own = self.member.work.own(self.present.number)
+        self.member.ledger.add(own.samples if own is not None else ())
+        restart = Restart(self.member.log.next_round + 1, 0)
+        log = Log(0, self.member.log.restart)
+        log._first_round = restart.first_round
+        self.member.log = log
+        self.member.state = log.head
+        self.member.work.open.clear()
+        self.slices.follow()
+
+
+class _Epoch:
+    id = REIGN
+
+
+def test_each_sample_of_a_pass_is_read_once_and_the_pass_ends():
+    async def run():
+        desk, random = Desk(), Random(0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            while desk.member.ledger.current_pass == 0:
+                ids = await desk.draw(random.choice((1, 2)))
+                assert desk.slices.counted(desk.present, ids, base=("head",), weight=len(ids))
+                if random.random() < 0.4:
+                    desk.slices.tell_ends(desk.present)
+                    desk.end_round()
+            tasks.cancel_scope.cancel()
+        first_pass = [each for each in desk.taken if each.pass_number == 0]
+        assert len(first_pass) == len(set(first_pass)) == sum(LENGTHS)
+
+    anyio.run(run)
+
+
+def test_what_was_lost_is_read_again():
+    async def run():
+        desk = Desk(4)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            ids = await desk.draw(4)
+            assert desk.slices.counted(desk.present, ids[:2], base=("head",), weight=2)
+            desk.end_round()
+            assert desk.slices.counted(desk.present, ids[2:], base=("head",), weight=2)
+            desk.member.work.void(desk.present.number)
+            desk.slices.tell_ends(desk.present)
+            desk.end_round()
+            assert desk.member.reads == (), "it is read to its end"
+            assert not desk.member.ledger.is_finished(SliceId(0, 0))
+            assert sorted(await desk.draw(2)) == sorted(ids[2:])
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
+def test_samples_that_fail_for_good_count_as_read():
+    async def run():
+        desk = Desk(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            desk.slices.give_up(desk.present, await desk.draw(2))
+            desk.slices.tell_ends(desk.present)
+            assert desk.member.work.own(desk.present.number).weight == 0
+            desk.end_round()
+            assert desk.member.ledger.current_pass == 1
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
+def test_a_slice_that_another_seat_reads_is_put_away():
+    desk = Desk(4, 4)
+    desk.ask()
+    granted = desk.member.granted
+    assert desk.member.reads == granted.slices
+    desk.member.take_grant(Grant(REIGN, granted.number + 1, granted.slices[1:], 0, 4))
+    desk.slices.follow()
+    assert desk.member.reads == granted.slices[1:]
+
+
+def test_the_end_of_a_slice_waits_for_what_is_in_flight():
+    async def run():
+        desk = Desk(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            ids = await desk.draw(2)
+            desk.slices.tell_ends(desk.present)
+            assert desk.member.work.own(desk.present.number) is None
+            assert desk.slices.counted(desk.present, ids[:1], base=("head",), weight=1)
+            assert desk.member.work.own(desk.present.number).samples == (WindowRange(*ids[0], ids[0].window + 1),)
+            assert desk.slices.counted(desk.present, ids[1:], base=("head",), weight=1)
+            desk.slices.tell_ends(desk.present)
+            assert desk.member.work.own(desk.present.number).samples == (WindowRange(0, 0, 0, 2, True),)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
+def test_when_the_run_goes_back_all_is_put_away():
+    desk = Desk(4, 4)
+    desk.ask()
+    before = desk.slices.generation
+    desk.member.begin_anew(Restart(9, 0))
+    desk.slices.follow()
+    assert desk.slices.generation == before, "it has no ledger yet"
+    desk.member.reign = REIGN
+    desk.member.reached(desk.member.log.head, Ledger(2))
+    desk.slices.follow()
+    assert desk.slices.generation == before + 1
+    assert desk.member.reads == ()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_what_comes_too_late_does_not_count(closes):
+    async def run():
+        desk = Desk(4)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            ids, present = await desk.draw(2), desk.present
+            present.is_drained = closes
+            assert desk.slices.counted(present, ids, base=("head",), weight=2) is not closes
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
