@@ -66,6 +66,13 @@ class RoundCall(Call):
     round_number: RoundNumber
 
 
+# The hash of an entry of a stage's log.
+Head = Annotated[str, Field(min_length=1, max_length=64)]
+Heads = Annotated[tuple[Head, ...], Field(max_length=256)]
+# One signed receipt (wire/agreement.py).
+MAX_RECEIPT_BYTES = 32 * 1024
+
+
 class MicrobatchCall(RoundCall):
     """Run a microbatch through `stage` and all later stages.
 
@@ -75,6 +82,7 @@ class MicrobatchCall(RoundCall):
     Attributes:
         length: T; a query may be shorter than the run's sequences
         timeline: first round of the timeline that the caller is on; None for queries
+        base: heads of the stages that it has passed
     """
 
     op: Literal["microbatch"] = "microbatch"
@@ -85,6 +93,7 @@ class MicrobatchCall(RoundCall):
     length: int = Field(ge=1, le=2**20)
     timeout_s: float = Field(gt=0, le=LONGEST_CALL_S, allow_inf_nan=False)
     counts: SignedCounts = ()
+    base: Heads = ()
 
     @field_validator("timeline")
     @classmethod
@@ -106,11 +115,17 @@ class MicrobatchReply(Body):
 
     Tensors: in mode train, the gradient of the loss sum with respect to the call's hidden (B, T, D); in mode predict,
     the logits of the token after the last one, fp32 (B, V).
+
+    Attributes:
+        base: heads of the callee's stage and of those behind it
+        receipt: of a callee of stage 1
     """
 
     loss_sum: LossSum
     samples_per_s: Measured
     counts: SignedCounts = ()
+    base: Heads = ()
+    receipt: Annotated[bytes, Field(max_length=MAX_RECEIPT_BYTES)] = b""
 
 
 class CountsCall(Call):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from random import Random
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from agreeing import quickly, swarm, until
+from made_up_slices import FakeReader
 from tiny_models import LENGTH, LLAMA, VOCABULARY
 
 from swarm_peer.config import RunManifest
@@ -16,23 +17,32 @@ from swarm_peer.errors import NotServing
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.policy.data.ranges import SampleId, WindowRange
+from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import UpdateRecord
+from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
+from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
+from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
+from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.stage.stage_client import StageClient
+from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.cut_averager import CutAverager
 from swarm_peer.runtime.step.driver import RoundDriver, Taken
+from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.workplace import StageWorkplace
 from swarm_peer.wire.identity import Identity
 
 BATCH = 6
-NUM_SLICES = 3
+LENGTHS = (40, 1, 25, 30)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +68,7 @@ def resolved_of(optimizer):
 
 
 def tokens_of(sample):
-    generator = torch.Generator().manual_seed(hash(sample) % 2**31)
+    generator = torch.Generator().manual_seed(hash(tuple(sample)) % 2**31)
     return torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
 
 
@@ -70,6 +80,27 @@ def microbatch(first, second, sample):
     first.backward(lower, second.backward(upper))
 
 
+class Slices(FakeReader):
+    """Slices whose windows hold tokens."""
+
+    def windows(self, slice_id):
+        for window in range(self.lengths[slice_id.slice_index]):
+            yield tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+
+
+class NoCounts:
+    """No counts travel with microbatches."""
+
+    def __init__(self, peer_id):
+        self.author = Life(peer_id, 1)
+
+    def signed_counts(self, max_bytes):
+        return ()
+
+    def merge(self, counts):
+        pass
+
+
 class Rig:
     """One peer with a real stage."""
 
@@ -79,19 +110,38 @@ class Rig:
         self.trainer = StageTrainer(resolved, resolved.specs[stage])
         self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self.rounds = RoundBook(context.changed)
+        agreed, progress = AgreedWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
+        capacity, speed = Capacity(8), SpeedMeter(context.metrics)
+        client = None
+        if stage == 0:
+            client = StageClient(
+                context=context, stage=1, transport=peer.transport, progress=progress, view=self.view, agreed=agreed
+            )
+        executor = StageExecutor(
+            context=context,
+            trainer=self.trainer,
+            device_thread=self.thread,
+            speed=speed,
+            next_stage=client,
+            capacity=capacity,
+            replies_kept=8,
+            agreed=agreed,
+        )
         core = ReplicaCore(
             trainer=self.trainer,
-            capacity=Capacity(8),
+            capacity=capacity,
             device_thread=self.thread,
-            speed=None,
+            speed=speed,
             rounds=self.rounds,
             admission=RoundAdmission(capacity=None, rounds=self.rounds, changed=context.changed),
-            executor=None,
+            executor=executor,
             time=None,
+        )
+        server = StageServer(
+            context=context, core=core, progress=progress, view=self.view, serves=lambda *_: True, agreed=agreed
         )
         shapes = [parameter.shape for parameter in self.trainer.trained.values()]
         averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=peer.transport)
-        peer.calls.add(stage, averager.calls)
         self.ended = []
         self.driver = RoundDriver(
             agreement=peer.agreement,
@@ -102,7 +152,60 @@ class Rig:
             changed=context.changed,
             ended=self.ended.append,
         )
-        self.next_window = {}
+        giving = Giving(
+            context=context,
+            agreement=peer.agreement,
+            transport=peer.transport,
+            driver=self.driver,
+            stage=stage,
+            shapes=shapes,
+        )
+        peer.calls.add(stage, server.calls | averager.calls | giving.calls)
+        self.giving, self.admission = giving, core.admission
+        self.pool = SamplePool(context=context, reader=Slices(*LENGTHS))
+        slices = GrantedSlices(pool=self.pool, member=lambda: self.driver.member, num_readers=lambda: 2)
+        self.launcher = BatchLauncher(
+            context=context,
+            core=core,
+            slices=slices,
+            member=lambda: self.driver.member,
+            view=self.view,
+            validation=np.zeros((0, LENGTH + 1), np.int32),
+            look=peer.agreement.look,
+        )
+
+    def view(self):
+        """All that have a place, as they announce themselves."""
+        found = (
+            PeerView(
+                peer_id=peer_id,
+                stage=rig.stage,
+                state=PeerState.SERVING,
+                samples_per_s=1.0,
+                work_per_s=1.0,
+                round_number=rig.rounds.step.round_number,
+            )
+            for peer_id, rig in self.rigs.items()
+            if rig.driver.member is not None
+        )
+        return SwarmView(2, tuple(found))
+
+    async def run(self):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.driver.run)
+            if self.stage == 0:
+                tasks.start_soon(self.pool.run)
+                tasks.start_soon(self.launcher.run)
+
+    async def leave(self):
+        """Give what it has computed to a stage-mate, and give up the place."""
+        self.admission.leave()
+        self.launcher.stop()
+        held = await self.driver.leave()
+        num_given = await self.giving.give(held, [rig.peer.identity.peer_id for rig in self._mates()], enough=1)
+        self.peer.core.membership.desired = frozenset()
+        self.peer.agreement.look()
+        return num_given
 
     # --- what it takes over of the others
 
@@ -125,7 +228,7 @@ class Rig:
         raise NotServing("nobody is there")
 
     async def begin(self, restart):
-        return Ledger(NUM_SLICES) if self.stage == 0 else None
+        return Ledger(len(LENGTHS)) if self.stage == 0 else None
 
     async def adopt(self, root):
         return False
@@ -137,41 +240,6 @@ class Rig:
         self.trainer.load_state(rig.trainer.state(), rig.trainer.optimizer_step)
         return True
 
-    # --- what it computes
-
-    def _is_open(self, number):
-        member = self.driver.member
-        is_open = self.rounds.step.phase is Phase.OPEN and self.rounds.step.round_number == number
-        return is_open and member is not None and member.working is not None
-
-    def launch(self, random):
-        first = self.driver.member
-        if first is None or first.ledger is None:
-            return
-        first.wants_samples, first.wants_slices = 2, 1 - len(first.reads)
-        working = first.working
-        if working is None or not self._is_open(working.number) or not first.may_launch(1):
-            return
-        number, slice_id = working.number, first.granted.slices[0]
-        mates = [rig for rig in self.rigs.values() if rig.stage == 1 and rig._is_open(number)]
-        if not mates:
-            return
-        mate = random.choice(mates)
-        second = mate.driver.member
-        window = max(first.ledger.uncounted(slice_id).next_window, self.next_window.get(slice_id, 0))
-        sample, base = SampleId(*slice_id, window), (first.base(number), second.base(number))
-        if not (second.work.admits(number, base) and first.work.admits(number, base)):
-            return
-        microbatch(self.trainer, mate.trainer, sample)
-        second.work.computed(number, base, weight=1, caller=first.me, num_samples=1)
-        receipt = second.receipt_for(first.me, number, mate.peer.core.epoch)
-        first.launched(1)
-        samples = [WindowRange(*sample, window + 1)]
-        first.work.computed(number, base, weight=1, samples=samples, receipt=receipt)
-        self.next_window[slice_id] = window + 1
-        first.reads = tuple({*first.reads, slice_id})
-        self.peer.agreement.look()
-
 
 class Hall:
     """Peers of two stages."""
@@ -179,7 +247,6 @@ class Hall:
     def __init__(self, resolved):
         self.resolved = resolved
         self.rigs = {}
-        self.random = Random(1)
 
     async def work(self, own, others):
         if not (stages := own.core.membership.desired - {-1}):
@@ -188,11 +255,9 @@ class Hall:
         rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.resolved, self.rigs)
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(rig.driver.run)
+                tasks.start_soon(rig.run)
                 while True:
                     own.prepare([each for each in others if each is not own], rig.take_over)
-                    if stage == 0:
-                        rig.launch(self.random)
                     await anyio.sleep(0.002)
         finally:
             rig.thread.stop()
@@ -216,27 +281,60 @@ class Hall:
                 trainer.apply(trainer.mean_gradients())
         return [trainer.state() for trainer in trainers]
 
+    async def check(self, start):
+        """All have the weights that one process makes of the samples that have counted."""
+        assert any(len(cut.seats) == 2 for cut in self.cuts())
+        counted = [each for cut in self.cuts() for each in cut.samples]
+        assert num_windows(merge_ranges(counted)) == num_windows(counted), "nothing counts twice"
+        for rig in list(self.rigs.values()):
+            await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
+            state, num_rounds = rig.trainer.state(), rig.trainer.optimizer_step
+            assert num_rounds >= start
+            expected = self.one_process(num_rounds)[rig.stage]
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+async def two_of_each(some):
+    """Two peers of each of two stages, at work."""
+    first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(first, lambda peer: peer.core.membership.stages != frozenset())
+    more = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(more, lambda peer: peer.core.membership.stages != frozenset(), 60)
+    return first, more
+
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_new_house_makes_the_updates_of_one_process(optimizer):
+def test_agreed_rounds_make_the_updates_of_one_process(optimizer):
     async def run():
         hall = Hall(resolved_of(optimizer))
         async with swarm(hall.work, hall.resolved) as some:
-            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
-            await until(first, lambda peer: peer.core.membership.stages != frozenset())
-            more = [some.add(Identity.generate(), stage) for stage in (0, 1)]
-            await until(more, lambda peer: peer.core.membership.stages != frozenset(), 60)
+            first, more = await two_of_each(some)
             start = first[0].log(0).next_round
             for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
                 await until(peers, partial(has_come_to, stage, start + 4), 60)
-            assert any(len(cut.seats) == 2 for cut in hall.cuts())
-            for rig in hall.rigs.values():
-                await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
-                state, num_rounds = rig.trainer.state(), rig.trainer.optimizer_step
-                assert num_rounds >= start + 4
-                expected = hall.one_process(num_rounds)[rig.stage]
-                for name, value in expected.items():
-                    torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+            await hall.check(start + 4)
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_who_leaves_in_order_costs_no_sample(stage):
+    async def run():
+        hall = Hall(resolved_of("sgd"))
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            start = first[0].log(0).next_round
+            await until([more[stage]], partial(has_come_to, stage, start + 2), 60)
+            leaver = hall.rigs[more[stage].identity.peer_id]
+            await leaver.leave()
+            await until([first[stage]], lambda peer: len(peer.core.epoch.roster(stage)) == 1, 60)
+            del hall.rigs[more[stage].identity.peer_id]
+            some.kill(more[stage])
+            start = first[0].log(0).next_round
+            for number in (0, 1):
+                await until([first[number]], partial(has_come_to, number, start + 3), 60)
+            await hall.check(start + 3)
 
     anyio.run(run)
 

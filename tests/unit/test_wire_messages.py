@@ -228,6 +228,9 @@ def test_bodies_survive_the_wire():
         {"counts": 5},
         {"timeline": None},
         {"timeline": -1},
+        {"base": ("",)},
+        {"base": ("h" * 65,)},
+        {"base": ("h",) * 257},
     ],
     ids=lambda change: str(change)[:40],
 )
@@ -242,7 +245,7 @@ def test_queries_may_begin_at_stage_0(mode):
     assert check_body(MicrobatchCall, as_received(body)).stage == 0
 
 
-@pytest.mark.parametrize("name", sorted(MicrobatchCall.model_fields.keys() - {"op", "counts"}))
+@pytest.mark.parametrize("name", sorted(MicrobatchCall.model_fields.keys() - {"op", "counts", "base"}))
 def test_calls_that_lack_something_are_refused(name):
     body = CALL.model_dump()
     del body[name]

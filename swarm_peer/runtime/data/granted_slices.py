@@ -154,6 +154,11 @@ class GrantedSlices:
                 reading = self._held[end.slice_id]
                 reading.end, reading.last_round = None, present.number
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether ends of slices wait to be told."""
+        return bool(self._ends())
+
     def _ends(self) -> tuple[WindowRange, ...]:
         """The ends of slices of which nothing is in flight: nobody else needs to read them."""
         self._note_ends()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 import torch
@@ -21,6 +21,7 @@ from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.device_errors import is_out_of_memory
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.rounds import ReplicaRound
@@ -90,10 +91,12 @@ class StageExecutor:
         next_stage: StageClient | None,
         capacity: Capacity,
         replies_kept: int,
+        agreed: AgreedWork | None = None,
     ):
         assert (next_stage is None) == trainer.spec.is_last, "all stages but the last have a next one"
         self._clock = context.clock
         self._resolved = context.resolved
+        self._agreed = agreed
         self._trainer = trainer
         self._device_thread = device_thread
         self._speed = speed
@@ -127,7 +130,12 @@ class StageExecutor:
         return reply
 
     async def run(
-        self, entered: ReplicaRound, microbatch: Microbatch, hidden: memoryview | None, deadline: float
+        self,
+        entered: ReplicaRound,
+        microbatch: Microbatch,
+        hidden: memoryview | None,
+        deadline: float,
+        caller: str = "",
     ) -> HopResult:
         """Run a microbatch through this stage and all later ones.
 
@@ -137,6 +145,7 @@ class StageExecutor:
             entered: the round that has admitted it
             hidden: encoded activations from the stage before; None on stage 0
             deadline: on the clock of anyio.current_time
+            caller: id of the peer that has sent it; empty for this peer itself
 
         Returns:
             the loss, and in training the encoded gradient with respect to `hidden` (None on stage 0)
@@ -148,6 +157,8 @@ class StageExecutor:
         """
         if microbatch.mode != "train":
             return await self._run_forward(entered, microbatch, hidden, deadline)
+        if self._agreed is not None:
+            microbatch = replace(microbatch, base=(*microbatch.base, self._agreed.head(entered.number)))
         with self._noting_out_of_memory(entered):
             passed = await self._device_thread.run(
                 Priority.FORWARD,
@@ -159,14 +170,18 @@ class StageExecutor:
         if self._next_stage is not None:
             assert passed.hidden is not None
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
+        if self._agreed is not None:
+            self._agreed.admit(entered.number, (*microbatch.base, *result.base))
+        is_new = microbatch.id not in entered.counted
         try:
             with self._noting_out_of_memory(entered):
-                return await self._device_thread.run(
+                done = await self._device_thread.run(
                     Priority.BACKWARD,
                     lambda: self._backward(entered, microbatch, passed, result),
                     microbatch.num_samples,
                     self._speed,
                 )
+            return done if self._agreed is None else self._counted(entered, microbatch, result, done, caller, is_new)
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
             assert self._next_stage is not None
@@ -174,6 +189,26 @@ class StageExecutor:
             reason = f"the next stage returned a gradient that cannot be used: {error}"
             self._next_stage.refuse(result, reason)
             raise HopFailed(reason) from error
+
+    def _counted(
+        self,
+        entered: ReplicaRound,
+        microbatch: Microbatch,
+        behind: HopResult,
+        done: HopResult,
+        caller: str,
+        is_new: bool,
+    ) -> HopResult:
+        """Have the protocol count a microbatch whose gradient was added. Stage 0 counts its own (launcher)."""
+        assert self._agreed is not None
+        base = (*microbatch.base, *behind.base)
+        receipt = behind.receipt if self._trainer.spec.is_first else None
+        if is_new and not self._trainer.spec.is_first:
+            receipt = self._agreed.count(entered.number, base, microbatch.num_samples, caller)
+        done = replace(done, base=base[len(microbatch.base) - 1 :], receipt=receipt)
+        if microbatch.id in entered.replies:
+            entered.replies[microbatch.id] = done
+        return done
 
     @contextmanager
     def _noting_out_of_memory(self, entered: ReplicaRound) -> Iterator[None]:
@@ -302,6 +337,8 @@ class StageExecutor:
         """Empty the accumulator, since the device has failed half-way, and report its samples as lost."""
         self._trainer.discard_gradients()
         entered.forget_counted()
+        if self._agreed is not None:
+            self._agreed.lose(entered.number)
         self._metrics.lose(num_samples, first_line(error), round_number=entered.number)
 
     @staticmethod

@@ -17,9 +17,12 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.peer_backoff import PeerBackoff
 from swarm_peer.policy.routing import Router
 from swarm_peer.policy.view import Life, SwarmView
+from swarm_peer.protocol.log import Base, Receipt
+from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Reply, Transport, check_body
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import LONGEST_CALL_S, QUERIES, MicrobatchCall, MicrobatchReply, Mode
 
@@ -44,6 +47,7 @@ class Microbatch:
         tokens: encoded (B, T+1), or (B, T) to predict
         length: T of a query that is shorter than the run's sequences; None for the run's own length
         timeline: first round of the timeline that it was launched on; None for queries
+        base: heads of the stages that it has passed
     """
 
     id: bytes
@@ -53,6 +57,7 @@ class Microbatch:
     tokens: memoryview
     length: int | None = None
     timeline: int | None = None
+    base: Base = ()
 
     @property
     def is_query(self) -> bool:
@@ -72,12 +77,16 @@ class HopResult:
         grad: in training, the encoded gradient (B, T, D) with respect to the stage's input
         logits: in mode predict, encoded (B, V), fp32
         peer: the peer of the next stage that replied; None if this peer computed the result
+        base: heads of the stages that have computed it
+        receipt: what a peer of stage 1 has signed
     """
 
     loss_sum: float
     grad: memoryview | None = None
     logits: memoryview | None = None
     peer: Life | None = None
+    base: Base = ()
+    receipt: Signed[Receipt] | None = None
 
 
 class StageClient:
@@ -91,8 +100,10 @@ class StageClient:
         transport: Transport,
         progress: ProgressBook,
         view: Callable[[], SwarmView],
+        agreed: AgreedWork | None = None,
     ):
         self.stage = stage
+        self._agreed = agreed
         self._leaving = False
         self._clock = context.clock
         self._resolved = context.resolved
@@ -217,6 +228,7 @@ class StageClient:
             length=microbatch.length or self._manifest.data.sequence_length,
             timeout_s=time_of_callee(timeout_s, self._manifest.stages.count - self.stage),
             counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
+            base=microbatch.base,
         )
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
         return await self._transport.call(peer.peer_id, body, tensors, timeout_s=timeout_s)
@@ -227,7 +239,8 @@ class StageClient:
         if microbatch.mode == "train":
             shape = microbatch.hidden_shape(self._resolved)
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
-            return HopResult(body.loss_sum, grad, peer=peer), body.samples_per_s
+            receipt = self._agreed.decode_receipt(body.receipt, peer.peer_id) if self._agreed is not None else None
+            return HopResult(body.loss_sum, grad, peer=peer, base=body.base, receipt=receipt), body.samples_per_s
         if microbatch.mode == "predict":
             logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), PLAIN))
             return HopResult(body.loss_sum, logits=logits, peer=peer), body.samples_per_s

@@ -22,6 +22,7 @@ from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
 from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
@@ -53,6 +54,7 @@ class StageServer:
         progress: ProgressBook,
         view: Callable[[], SwarmView],
         serves: Callable[[str, int], bool],
+        agreed: AgreedWork | None = None,
     ):
         """Make the server of one replica.
 
@@ -60,6 +62,7 @@ class StageServer:
             serves: whether a peer serves a stage, by its last announcement that was seen here
         """
         self._stage = core.stage
+        self._agreed = agreed
         self._view = view
         self._serves = serves
         self._resolved = context.resolved
@@ -81,7 +84,14 @@ class StageServer:
         self._progress.merge(call.counts)
         self._check_sizes(call, tensors)
         microbatch = Microbatch(
-            call.microbatch, call.round_number, call.mode, call.num_samples, tensors[0], call.length, call.timeline
+            call.microbatch,
+            call.round_number,
+            call.mode,
+            call.num_samples,
+            tensors[0],
+            call.length,
+            call.timeline,
+            call.base,
         )
         hidden = None if call.stage == 0 else tensors[1]
         outcome = "failed"
@@ -105,6 +115,8 @@ class StageServer:
             loss_sum=result.loss_sum,
             samples_per_s=self._executor.samples_per_s,
             counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
+            base=result.base,
+            receipt=self._agreed.encode_receipt(result.receipt) if self._agreed is not None else b"",
         )
         return Reply(body.model_dump(), [tensor for tensor in (result.grad, result.logits) if tensor is not None])
 
@@ -158,7 +170,7 @@ class StageServer:
             async with enter() as entered:
                 self._metrics.in_flight.set(self._admission.admitted)
                 self._check_timeline(microbatch, entered)
-                return await self._executor.run(entered, microbatch, hidden, deadline)
+                return await self._executor.run(entered, microbatch, hidden, deadline, caller)
         finally:
             self._metrics.in_flight.set(self._admission.admitted)
             del self._running[microbatch.id]
