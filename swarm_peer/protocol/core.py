@@ -134,12 +134,14 @@ class Core:
     Attributes:
         membership: who is in the run
         members: this peer's parts in the stages that it serves
+        told: the newest log of each stage that this peer wants to serve and has no place in, as somebody there has it
         leaders: its parts in those that it leads
     """
 
     def __init__(self, *, membership: Membership, context: RoundContext):
         self.membership = membership
         self.members: dict[int, Member] = {}
+        self.told: dict[int, Log] = {}
         self._context = context
         self.leaders: dict[int, Leader] = {}
         self._led_by: dict[int, Seat | None] = {}
@@ -264,7 +266,8 @@ class Core:
         if isinstance(body, WantRoot):
             if (wanted := self.leaders.get(body.stage)) is not None:
                 wanted.wants_root = True
-            return []
+            member = self.members.get(body.stage)
+            return [member.entries()] if member is not None and member.reign is not None else []
         if isinstance(body, Counted | Granted):
             return self._handle_batch(now_s, sender, body)
         stage = body.cut.stage if isinstance(body, Cutting) else None
@@ -306,6 +309,8 @@ class Core:
 
     def _handle_as_member(self, sender: Seat, stage: int, body: Begin | Cutting | Commit | Entries) -> Iterable[Body]:
         member = self.members.get(stage)
+        if member is None and isinstance(body, Entries) and stage in self.membership.desired:
+            self._note_told(stage, body)
         if member is None or sender != self.epoch.leader(stage) or sender == self.membership.me:
             return []
         if isinstance(body, Entries):
@@ -317,6 +322,15 @@ class Core:
         elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
             return [member.status()]
         return []
+
+    def _note_told(self, stage: int, entries: Entries) -> None:
+        """Note the log of a stage that this peer wants to serve, if it is newer than what is known of it."""
+        restart = self.epoch.restart
+        known = self.told.get(stage, Log(stage, restart))
+        known = known if known.restart == restart else Log(stage, restart)
+        log = Log(stage, restart, entries.committed)
+        if log.age >= known.age and log.is_valid(known, self._context.epoch_of, self._context.fills):
+            self.told[stage] = log
 
     def _handle_as_leader(
         self, now_s: float, sender: Seat, stage: int, body: Status | Ready | Said | Blame

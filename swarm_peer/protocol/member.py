@@ -464,6 +464,11 @@ class Member:
         """Where the stage stands, for the leaders of others."""
         return Head(self.stage, self.log.committed[-1 - 2 * self._context.lag :])
 
+    def entries(self) -> Entries:
+        """The log as this seat has it, for a newcomer."""
+        assert self.reign is not None, "the log is known"
+        return Entries(self.stage, self.reign, self.log.committed, None)
+
     def status(self) -> Status:
         """Where this seat stands."""
         present = self.work.open.get(self.log.next_round)

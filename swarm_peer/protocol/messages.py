@@ -141,7 +141,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class WantRoot:
-    """A newcomer asks for the root of a coming state, so that it can take that from anybody."""
+    """A newcomer asks for the log, and a leader for the root of a coming state, which it can take from anybody then."""
 
     stage: int
 

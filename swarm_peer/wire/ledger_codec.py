@@ -8,6 +8,7 @@ import msgpack
 from pydantic import AfterValidator, Field
 
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange
 from swarm_peer.policy.data.sample_ledger import MAX_PASSES, MAX_SLICES, MAX_SPARE_FACTS, MAX_WINDOWS, SampleLedger
 from swarm_peer.wire.packing import unpack
@@ -38,7 +39,7 @@ CountedRanges = Annotated[tuple[CountedRange, ...], Field(max_length=MAX_RANGES,
 SliceName = Annotated[SliceId, AfterValidator(_check_slice)]
 
 
-def encode_ledger(ledger: SampleLedger) -> bytes:
+def encode_ledger(ledger: SampleLedger | Ledger) -> bytes:
     """The ledger as bytes, for checkpoints and for stage-mates that join. Equal ledgers make equal bytes."""
     return bytes(msgpack.packb(ledger.to_tuple()))
 
@@ -63,3 +64,14 @@ def decode_ledger(data: object, num_slices: int) -> SampleLedger:
     if ledger.num_slices != num_slices:
         raise InvalidMessage(f"data ledger: of {ledger.num_slices} slices, where the data here has {num_slices}")
     return ledger
+
+
+def read_ledger(data: bytes, num_slices: int) -> Ledger:
+    """The ledger that comes with a state; no bytes are one in which nothing has counted yet.
+
+    Raises:
+        InvalidMessage: the bytes are no ledger, or one of other data
+    """
+    if not data:
+        return Ledger(num_slices)
+    return Ledger.from_tuple(decode_ledger(data, num_slices).to_tuple())

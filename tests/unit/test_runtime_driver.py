@@ -55,7 +55,7 @@ class Shop:
         self.round = None
         self.sums, self.count = torch.zeros(3), 0
 
-    def open(self, number):
+    def open(self, number, standing):
         self.round = number
 
     def close(self):

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # Updates that are kept for stage-mates that have missed them.
 KEPT_UPDATES = 4
+KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
 
@@ -62,6 +63,21 @@ class Taken:
     ledger: Ledger | None
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a seat stands: the weights that its rounds begin with.
+
+    Attributes:
+        entry: that the weights embody, and the round that begins after it
+        ledger: after that entry, at stage 0
+    """
+
+    restart: Restart
+    entry: str
+    round: int
+    ledger: Ledger | None
+
+
 class Averager(Protocol):
     """Makes the average of what the members of a cut bring: the same numbers at all of them."""
 
@@ -80,8 +96,8 @@ class Averager(Protocol):
 class Workplace(Protocol):
     """A stage's weights, gradient accumulator and microbatches."""
 
-    def open(self, number: int) -> None:
-        """Let microbatches of a round in."""
+    def open(self, number: int, standing: Standing) -> None:
+        """Let microbatches of a round in, which are computed from these weights."""
 
     def close(self) -> None:
         """Let none in."""
@@ -190,6 +206,7 @@ class RoundDriver:
         # The entry that the weights embody, and the restart that it is of. Where updates are delayed, a round goes on
         # with the weights that it began with, while the core has come further.
         self._weights: tuple[Restart | None, str] = (None, "")
+        self._ledgers: dict[str, Ledger] = {}
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
 
@@ -226,6 +243,7 @@ class RoundDriver:
         if self._weights[0] != member.log.restart:
             return self._begin
         self._collect(member)
+        self._note_ledger(member)
         if member.is_behind:
             return self._catch_up
         if self._due(member) is not None:
@@ -311,6 +329,13 @@ class RoundDriver:
             elif entry.cut.hash in self._results:
                 self.updates[entry.hash] = self._results.pop(entry.cut.hash)
 
+    def _note_ledger(self, member: Member) -> None:
+        """Keep the ledger as it is after this entry: it goes with the weights, which may come to the entry later."""
+        if member.ledger is not None and member.state and member.state not in self._ledgers:
+            self._ledgers[member.state] = member.ledger.copy()
+            while len(self._ledgers) > KEPT_LEDGERS:
+                del self._ledgers[next(iter(self._ledgers))]
+
     def _drop_old_updates(self, member: Member) -> None:
         applied = [head for _, head in sorted(member.log.heads().items())]
         applied = applied[: applied.index(self._weights[1]) + 1]
@@ -350,7 +375,12 @@ class RoundDriver:
                 # The accumulator may hold what came too late for the round before.
                 await self._workplace.discard()
             self._opened = to_open
-            self._workplace.open(to_open[0])
+            self._workplace.open(to_open[0], self._standing(self._member()))
+
+    def _standing(self, member: Member) -> Standing:
+        rounds = {head: number for number, head in member.log.heads().items()}
+        entry = self._weights[1]
+        return Standing(member.log.restart, entry, rounds[entry], self._ledgers.get(entry))
 
     async def _void(self) -> None:
         member = self._member()

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from torch import Tensor, empty_like
 
+from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import UpdateRecord
+from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.index import digest_weights, extend_history
+from swarm_peer.runtime.state.index import extend_history
 from swarm_peer.runtime.step.contribution import contributions
+from swarm_peer.runtime.step.driver import Standing
+from swarm_peer.wire.ledger_codec import encode_ledger
 
 Result = TypeVar("Result")
+
+
+def timeline_of(restart: Restart) -> Timeline:
+    """The timeline that states name, for those who take them over."""
+    return Timeline(restart.first_round, restart.optimizer_step, created_at_round=restart.first_round)
+
+
+def root_of(state: Mapping[str, Tensor]) -> str:
+    """The root of a stage's state: a digest of all that the next steps depend on."""
+    return extend_history("", (state[name] for name in sorted(state)))
 
 
 class StageWorkplace:
@@ -28,17 +42,20 @@ class StageWorkplace:
         self._trainer = core.trainer
         self._updates = updates
 
-    def open(self, number: int) -> None:
-        """Let microbatches of a round in."""
+    def open(self, number: int, standing: Standing) -> None:
+        """Let microbatches of a round in, which are computed from these weights."""
         rounds = self._core.rounds
-        if rounds.step.round_number != number or rounds.step.phase in (Phase.EMPTY, Phase.CATCHING_UP):
-            rounds.begin(
-                StepState(
-                    round_number=number,
-                    weights_version=self._trainer.weights_version,
-                    began_s=self._context.clock.monotonic_s(),
-                )
-            )
+        step = StepState(
+            round_number=number,
+            timeline=timeline_of(standing.restart),
+            history_hash=standing.entry,
+            ledger=b"" if standing.ledger is None else encode_ledger(standing.ledger),
+            weights_version=self._trainer.weights_version,
+            began_s=self._context.clock.monotonic_s(),
+        )
+        present = rounds.step
+        if (present.round_number, present.history_hash) != (number, standing.entry) or present.phase is Phase.EMPTY:
+            rounds.begin(step)
         rounds.enter(Phase.OPEN)
 
     def close(self) -> None:
@@ -74,7 +91,8 @@ class StageWorkplace:
 
     async def root(self) -> str:
         """The root of the state."""
-        return await self._in_device_thread(lambda: digest_weights(self._trainer.strategy.shared_weights()))
+        state = await self._in_device_thread(self._trainer.state)
+        return await self._context.threads.run(root_of, state)
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
