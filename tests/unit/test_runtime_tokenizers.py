@@ -30,7 +30,7 @@ from swarm_peer.runtime.data.tokenizers import (
 )
 
 SPARE = "<picture>"
-WORDS = "A stage is served by several peers .".split()
+WORDS = ["A", "stage", "is", "served", "by", "several", "peers", "."]
 
 
 def section(name: str) -> DataSection:
