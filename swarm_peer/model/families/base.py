@@ -61,8 +61,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "softcapping": (1e-3, 1e9),
 }
 
-# The largest values of a family's sizes. With larger ones, transformers and our own checks make endless lists of layers
-# and torch has no room for the products.
+# The largest values of a family's sizes. With larger ones, transformers and our own checks make endless lists of
+# layers, and torch has no room for the products.
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 1 << 12
 
