@@ -57,7 +57,8 @@ def parse_yaml(text: str) -> Any:
             where = f"in lines {first} and {second}" if first != second else f"in line {first}"
             raise UserError(f"{'.'.join(path)} stands twice, {where}: remove one of them")
         return loader.construct_document(root)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date such as 2026-13-45
+    # Besides its own, PyYAML raises what Python does of values that are none: of the date 2026-13-45, of !!bool maybe.
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
         raise UserError(f"this is no valid YAML: {' '.join(str(error).split())}") from error
 
 

@@ -103,7 +103,7 @@ class RepeatFilter(logging.Filter):
 
     EVENTS = (
         *("invalid_record", "look_incomplete", "peers_not_kept"),
-        *("config_keys_ignored", "images_left_out", "tokenizer_assumed", "python_warning"),
+        *("config_keys_ignored", "images_left_out", "tokenizer_assumed", "tokenizer_knows_few", "python_warning"),
     )
     EVERY_S = 60.0
     MOST_REMEMBERED = 1024

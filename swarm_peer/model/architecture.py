@@ -22,7 +22,7 @@ from swarm_peer.errors import UserError, first_line, last_line
 from swarm_peer.model.families import Family, family_class, family_of
 from swarm_peer.model.families.base import FIXED_VALUES, RANGES, shapes_only
 from swarm_peer.model.pretrained import ModelSource
-from swarm_peer.model.published import ROPE_KEYS, as_trained, is_known, settings_of, unknown_rope_keys
+from swarm_peer.model.published import ROPE_KEYS, as_trained, check_sizes, is_known, settings_of, unknown_rope_keys
 
 
 def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> ModelSection:
@@ -103,6 +103,7 @@ def parse_model_config(config: dict[str, Any]) -> PretrainedConfig:
             f"model.config: {section}.{key} is no setting of rotary positions: "
             f"remove it or correct its spelling{suggestion(key, ROPE_KEYS)}"
         )
+    check_sizes(config, family)
     try:
         parsed = family.config_class.from_dict(copy.deepcopy(config))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:

@@ -103,6 +103,8 @@ class ModelSource:
                 raise self.error(f"has a {file} that {NO_LFS_POINTER}")
             content = json.loads(raw.decode("utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
+            if (fault := machine_fault(error)) is not None:
+                raise self.error(f"cannot read {file}: {fault}") from error
             raise self.error(f"cannot read {file} ({first_line(error)}): mend or replace that file") from error
         if not isinstance(content, dict):
             raise self.error(f"{file} holds no mapping: mend or replace that file")

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from swarm_peer.errors import UserError
 from swarm_peer.model.families import FAMILIES, Family, family_class
-from swarm_peer.model.families.base import CARRIED_KEYS, shapes_only
+from swarm_peer.model.families.base import CARRIED_KEYS, MAX_LAYERS, MAX_SIZE, shapes_only
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,20 @@ def unknown_rope_keys(config: Mapping[str, Any], family: type[Family]) -> Iterat
                 yield name, key
 
 
+def check_sizes(config: Mapping[str, Any], family: type[Family]) -> None:
+    """Refuse sizes beyond reason before anybody makes something of that size.
+
+    Raises:
+        UserError: there is one
+    """
+    own_names = family.config_class.attribute_map
+    for size in family.sizes:
+        most = MAX_LAYERS if size == "num_hidden_layers" else MAX_SIZE
+        for key in {size, own_names.get(size, size)}:
+            if isinstance(value := config.get(key), (int, float)) and value > most:
+                raise UserError(f"model.config: {key}={value} must be at most {most}")
+
+
 def as_trained(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A published model's config as a manifest holds it: with known keys alone, and with embedding and head apart.
 
@@ -76,6 +90,7 @@ def as_trained(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     config = _text_part(config, name)
     family = family_class(config.get("model_type"))
+    check_sizes(config, family)
     settings = settings_of(family)
     known = {
         key: copy.deepcopy(value)

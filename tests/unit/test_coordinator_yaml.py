@@ -80,6 +80,7 @@ def test_spaces_before_the_key_of_a_setting_do_not_matter() -> None:
         ("\0", "this is no valid YAML: unacceptable character"),
         ("!!python/object:os.system x", "this is no valid YAML"),
         ("[" * 5000, "this is no valid YAML"),
+        *((f"a: !!{value}", "this is no valid YAML") for value in ("bool maybe", "timestamp x", "float ''")),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(text: str, message: str) -> None:

@@ -494,6 +494,17 @@ def write(file, content):
     return lambda folder: (folder / file).write_bytes(content)
 
 
+def test_a_config_that_this_user_may_not_read_is_not_to_be_mended(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"cannot read config\.json: Permission denied: .*; let this user use it"):
+        ModelSource(str(tmp_path)).read_config()
+
+
 def cut(folder):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-100])

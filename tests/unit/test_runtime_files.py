@@ -233,6 +233,47 @@ def test_a_file_of_a_folder_without_documents_is_named_where_others_have_some(ca
         read("./d")
 
 
+def test_an_archive_is_read_like_the_folder_in_it() -> None:
+    names = ["test.txt", "train.txt", "val/a.txt"]
+    put(*(f"d/{name}" for name in names))
+    with zipfile.ZipFile("d.zip", "w") as archive:
+        for name in names:
+            archive.writestr(name, f"d/{name}")
+    zipfile.ZipFile("void.zip", "w").close()
+    for split in ("train", "test", "validation"):
+        assert read("./d.zip", split=split) == read("./d", split=split)
+        assert len(read("./d.zip", split=split)) == 1
+    assert left_out("text", "d.zip", "void.zip") == {
+        "belongs to split test by its name": ["d.zip:test.txt"],
+        "belongs to split validation by its name": ["d.zip:val/a.txt"],
+        "empty": ["void.zip"],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_file_that_an_archive_has_twice_is_the_later_one() -> None:
+    with zipfile.ZipFile("d.zip", "w") as archive:
+        archive.writestr("a.txt", "first")
+        archive.writestr("a.txt", "second")
+    assert read("./d.zip") == ["second"]
+
+
+def test_two_stars_find_nothing_by_the_name_of_their_own_folder() -> None:
+    put("d/top.txt", "d/sub/d/in.txt")
+    assert read("text", "d/**/d/*.txt") == ["d/sub/d/in.txt"]
+
+
+def test_a_folder_that_a_pattern_may_not_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    put("d/a/x.txt", "d/b/y.txt")
+
+    def access(path: str, mode: int) -> bool:
+        return not str(path).endswith("a")
+
+    monkeypatch.setattr(os, "access", access)
+    assert left_out("text", "d/*/*.txt") == {"a folder that this user may not list": ["d/a"]}
+    assert left_out("text", "d/*/y.txt") == {"a folder that this user may not list": ["d/a"]}
+
+
 def test_two_stars_lead_through_no_links(tmp_path: Path) -> None:
     put("d/a.txt", "d/sub/b.txt", "d/sub/deep/c.txt", "d/sub/deep/c.md", "other/e.txt")
     for name in ("up", "again"):

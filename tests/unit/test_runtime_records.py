@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from swarm_peer.config import DataSection
 from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.files import LFS_POINTER
-from swarm_peer.runtime.data import opening, records
+from swarm_peer.runtime.data import opening, records, shards
 from swarm_peer.runtime.data.corpus import check_shards, open_shards
 from swarm_peer.runtime.data.files import DataFile
 from swarm_peer.runtime.data.records import BadRecord, cut
@@ -52,9 +52,8 @@ def put(name: str, content: str | bytes) -> str:
 def read(name: str, **more: Any) -> list[str]:
     """The documents of a file, which are the same however many slices it is read in."""
     section = DataSection(dataset="text", files=(name,), sequence_length=8, **more)
-    shards = open_shards(section, None)
-    check_shards(section, shards)
-    (shard,) = shards
+    check_shards(section, opened := open_shards(section, None))
+    (shard,) = opened
     documents = list(shard())
     for stride in (3, 64):
         assert sorted(text for offset in range(stride) for text in shard(offset, stride)) == sorted(documents)
@@ -544,6 +543,36 @@ def test_a_reader_holds_little_of_a_file(kind: str) -> None:
         tracemalloc.stop()
     assert num_chars > 2_000_000
     assert peak < 5 << 20
+
+
+def test_a_line_of_a_table_that_is_too_long_costs_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 100)
+    cells = [f"{n},{'x' * 50}" for n in range(4)]
+    put("a.csv", "\n".join(["n,text", cells[0], ",".join(["yy"] * 500), *cells[1:]]))
+    assert read("a.csv") == ["x" * 50] * 4
+    assert "reason=line 3: it is longer than 0 MiB: divide it" in caplog.text
+    put("a.csv", "text" * 1000 + "\nabc")
+    with pytest.raises(UserError, match=r"a\.csv: line 1: it is longer than"):
+        read("a.csv")
+
+
+def test_values_on_one_long_line_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    for longest in range(60, 80):  # the first part of the line ends within a word, a space or a letter of two bytes
+        monkeypatch.setattr(records, "MAX_RECORD_BYTES", longest)
+        put("a.json", "".join(json.dumps({"text": f"dé jà vu {n}"}, ensure_ascii=False) for n in range(9)))
+        assert read("a.json") == [f"dé jà vu {n}" for n in range(9)]
+
+
+def test_a_file_without_the_field_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "MOST_TRIED", 10)
+    put("a.jsonl", "".join(LINES))
+    (shard,) = open_shards(DataSection(dataset="json", files=("a.jsonl",), text_field="t", sequence_length=8), None)
+    monkeypatch.setattr(shard, "_read", lambda: itertools.chain(((n, 9, b"{}") for n in range(10)), iter(int, 1)))
+    expected = r"line 0: data\.text_field='t' is no field of it.*, and so it is with all of the first 10 records; mend"
+    with pytest.raises(UserError, match=expected):
+        check_shards(DataSection(dataset="json", files=("a.jsonl",), sequence_length=8), [shard])
 
 
 def test_no_memory_is_no_broken_file() -> None:

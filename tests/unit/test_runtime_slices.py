@@ -299,6 +299,23 @@ def test_the_shuffle_buffer_loses_nothing_and_holds_no_more_than_its_size(size: 
 # --- samples
 
 
+def test_much_that_is_left_over_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the size is not known, or little of it is text, slices may be short."""
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: data.jsonl\n---\n")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs(2000)))
+    reader = SliceReader(manifest=manifest(dataset=str(tmp_path), sequence_length=700))
+    for index in range(reader.num_slices()):
+        list(reader.open(SliceId(0, index)))
+    told = [record.getMessage() for record in caplog.records if "tokens_left_over" in record.getMessage()]
+    assert [re.sub(r"\d{3,}", "N", line).split(":")[0] for line in told] == [
+        "tokens_left_over slice=0 left=N used=N slices=1 of=64",
+        "tokens_left_over slice=9 left=N used=N slices=10 of=64",
+    ]
+    caplog.clear()
+    list(SliceReader(manifest=one_slice(tmp_path)).open(SliceId(0, 0)))
+    assert "tokens_left_over" not in caplog.text
+
+
 @given(
     texts=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1), max_size=8),
     length=st.integers(2, 12),

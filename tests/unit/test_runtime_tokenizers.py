@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from tiny_tokenizers import ALPHABET, save_tokenizer
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.files import LFS_POINTER
 from swarm_peer.policy.data.ranges import SliceId
-from swarm_peer.runtime.data import tokenizers
-from swarm_peer.runtime.data.slices import SliceReader, sample_stream, samples_of
+from swarm_peer.runtime.data import slices, tokenizers
+from swarm_peer.runtime.data.slices import SliceReader, sample_stream, samples_of, validation_samples
 from swarm_peer.runtime.data.tokenizers import (
     BytesTokenizer,
     PretrainedTokenizer,
@@ -30,6 +30,7 @@ from swarm_peer.runtime.data.tokenizers import (
 )
 
 SPARE = "<picture>"
+WORDS = ["A", "stage", "is", "served", "by", "several", "peers", "."]
 
 
 def section(name: str) -> DataSection:
@@ -102,6 +103,42 @@ def test_text_of_which_nothing_is_left_is_told(spare: str, tmp_path: Path) -> No
         samples_of(run, [SPARE] * 60, 1)
     with pytest.raises(UserError, match=r"documents tokens that the model does not know, .* take the model's own"):
         next(sample_stream(run, "a"))
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_a_tokenizer_that_does_not_know_the_text_is_refused(
+    unknown: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "words"
+    model = models.WordLevel if unknown else models.BPE
+    alphabet = sorted(set("".join(WORDS)))
+    ids = {token: id_ for id_, token in enumerate(["<end>", *([unknown] if unknown else []), *WORDS, *alphabet])}
+    core = Tokenizer(model(ids, unk_token=unknown) if unknown else model(ids, []))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", unk_token=unknown).save_pretrained(folder)
+    for texts in (["日本語 の 文書"] * 40, ["A stage", "日本語の文書です。これは長い"] * 20):
+        slices._held_out.cache_clear()
+        run = run_over(tmp_path, str(folder), [f"{text} {'пять' * n}" for n, text in enumerate(texts)])
+        for attempt in (lambda run=run: validation_samples(run, 1), lambda run=run: next(sample_stream(run, "a"))):
+            with pytest.raises(UserError, match=r"words' knows \d+% of the letters and digits of this text, .*: take"):
+                attempt()
+    slices._held_out.cache_clear()
+    run = run_over(tmp_path, str(folder), [f"{' '.join(WORDS)} by 日本語 {'A ' * n}" for n in range(40)])
+    next(sample_stream(run, "a"))
+    assert "tokenizer_knows_few tokenizer=" in caplog.text
+
+
+def test_a_text_that_a_tokenizer_has_no_word_for_is_dropped_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = {word: id_ for id_, word in enumerate([*WORDS, "<end>"])}
+    core = Tokenizer(models.WordLevel(ids, unk_token="none"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(section(str(tmp_path)), 257)
+    assert tokenizer.encode_document("A peer is served") == []
+    assert tokenizer.encode_document("A stage is served") == [0, 1, 2, 3, 8]
+    assert "documents_dropped documents=1 reason=the tokenizer does not know a part of a text (" in caplog.text
 
 
 def test_a_tokenizer_that_fits_is_not_checked(spare: str, monkeypatch: pytest.MonkeyPatch) -> None:

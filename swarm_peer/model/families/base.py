@@ -61,6 +61,11 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "softcapping": (1e-3, 1e9),
 }
 
+# The largest values of a family's sizes. With larger ones, transformers and our own checks make endless lists of
+# layers, and torch has no room for the products.
+MAX_SIZE = 1 << 24
+MAX_LAYERS = 1 << 12
+
 # torch.nn.init's functions that fill a tensor. Some of them ask no mode, and fill tensors on the meta device: nothing.
 FILLS = frozenset(fill for name, fill in vars(nn.init).items() if name.endswith("_") and not name.startswith("_"))
 

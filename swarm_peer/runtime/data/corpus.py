@@ -75,9 +75,12 @@ def check_shards(section: DataSection, shards: Sequence[Shard]) -> None:
     tell_left_out(section)
     own = [shard for shard in shards if isinstance(shard, RecordShard)]
     checked = own[: 1 if own and own[0].is_remote else MOST_CHECKED]
-    problems = [problem for shard in checked if (problem := shard.problem()) is not None]
-    if problems and (section.files or len(problems) == len(checked)):
-        raise problems[0]
+    problems = []
+    for shard in checked:
+        if (found := shard.problem()) is not None:
+            problems.append(found)
+            if section.files or len(problems) == len(checked):
+                raise problems[0]
     for problem in problems:
         log.warning("file_without_documents reason=%s", problem)
 

@@ -180,11 +180,11 @@ def find_data(section: DataSection) -> Found:
         _check_links(folder, paths)
     paths = _of_split(paths, section.split, found)
     for path, parts in paths.items():
-        _add(found, path, default, is_meant=not parts)
+        _add(found, path, section.split, default, is_meant=not parts)
     if default and not found.files and (unnamed := [path for path in paths if path in found.left_out.get(UNKNOWN, ())]):
         del found.left_out[UNKNOWN]  # no name tells, so all of them hold what data.dataset says
         for path in unnamed:
-            _add(found, path, default, is_meant=True)
+            _add(found, path, section.split, default, is_meant=True)
     if not found.files and found.left_out.keys() == {EMPTY}:
         raise UserError(f"{what}: all of its files are empty: add text")
     if not found.files:
@@ -228,13 +228,26 @@ def _found_by(pattern: str, found: Found) -> list[str]:
     head, stars, tail = pattern.partition("**")
     names = tail.strip("/").split("/") if tail.strip("/") else ["*"]
     if not stars or "**" in tail or (head and not head.endswith("/")) or (tail and not tail.startswith("/")):
+        _note_unlisted(pattern, found)
         return glob.glob(pattern, recursive=True)
-    files = [path for folder in glob.glob(head or ".") if os.path.isdir(folder) for path in _walk(Path(folder), found)]
-    return [
-        str(path)
-        for path in files
-        if all(map(fnmatch.fnmatchcase, path.parts[-len(names) :], names)) and len(path.parts) >= len(names)
-    ]
+    _note_unlisted(head, found)
+    paths = []
+    for folder in filter(os.path.isdir, glob.glob(head or ".")):
+        for path in _walk(Path(folder), found):
+            parts = path.relative_to(folder).parts  # the folder's own name is no part of what the stars find
+            if len(parts) >= len(names) and all(map(fnmatch.fnmatchcase, parts[-len(names) :], names)):
+                paths.append(str(path))
+    return paths
+
+
+def _note_unlisted(pattern: str, found: Found) -> None:
+    """Note the folders that a pattern leads through and this user may not list: `glob` passes over them in silence."""
+    parts = PurePath(pattern).parts
+    for depth in range(1, len(parts)):
+        if glob.has_magic(os.path.join(*parts[: depth + 1])):
+            for folder in filter(os.path.isdir, glob.glob(os.path.join(*parts[:depth]))):
+                if not os.access(folder, os.R_OK | os.X_OK):
+                    found.leave_out(folder, "a folder that this user may not list")
 
 
 def _walk(folder: Path, found: Found) -> list[Path]:
@@ -301,19 +314,27 @@ def _uncompressed(name: str) -> str:
     return base if suffix in _COMPRESSED else name.lower()
 
 
-def _add(found: Found, path: str, default: FileKind | None, is_meant: bool) -> None:
+def _add(found: Found, path: str, split: str, default: FileKind | None, is_meant: bool) -> None:
     """Add a file, or the files in a zip archive, or note why they are left out."""
     if not path.lower().endswith(_ARCHIVE):
         _add_one(found, DataFile(path, default or "text", os.path.getsize(path)), default, is_meant)
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            members = [each for each in archive.infolist() if not each.is_dir()]
+            # Where a name stands twice, the later file has replaced the earlier one.
+            members = {each.filename: each for each in archive.infolist() if not each.is_dir()}
     except (zipfile.BadZipFile, OSError) as error:
         raise UserError(f"cannot read {path}: {error}; mend the archive, or leave it out") from error
-    for member in sorted(members, key=lambda each: each.filename):
-        if not _is_hidden(PurePath(member.filename).parts):
-            file = DataFile(path, default or "text", member.file_size, member.filename)
+    if not members:
+        found.leave_out(path, EMPTY)
+    wanted = _SPLITS.get(split, split)
+    for name, member in sorted(members.items()):
+        file = DataFile(path, default or "text", member.file_size, name)
+        if _is_hidden(parts := PurePath(name).parts):
+            found.hidden.append(file.name)
+        elif (own := _split_of(parts, wanted)) != wanted:
+            found.leave_out(file.name, f"belongs to split {own} by its name")
+        else:
             _add_one(found, file, default, is_meant=False)
 
 

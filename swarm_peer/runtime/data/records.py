@@ -163,11 +163,17 @@ def _pieces(stream: io.BufferedReader) -> Iterator[Record]:
     yield from ((line, len(piece), piece) for piece in cut(rest))
 
 
-def _decoded(stream: io.BufferedReader) -> Iterator[str]:
-    """The text of a file in parts, with the line ends of Unix."""
+def _decoded(stream: io.BufferedReader, start: bytes = b"") -> Iterator[str]:
+    """The text of a file in parts, with the line ends of Unix.
+
+    Args:
+        start: what has been read of it already
+    """
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
-    while data := stream.read1(BLOCK_BYTES):
+    data = start or stream.read1(BLOCK_BYTES)
+    while data:
         yield decoder.decode(data)
+        data = stream.read1(BLOCK_BYTES)
     yield decoder.decode(b"", final=True)
 
 
@@ -185,8 +191,8 @@ def _json_records(stream: io.BufferedReader) -> Iterator[Record]:
         yield from _json_values(_decoded(stream))
         return
     first = stream.readline(MAX_RECORD_BYTES + 1)
-    if _is_no_line(text := first.decode(errors="surrogateescape").rstrip()):
-        yield from _json_values(itertools.chain([text + "\n"], _decoded(stream)))
+    if _is_no_line(first.decode(errors="surrogateescape").rstrip()):
+        yield from _json_values(_decoded(stream, first))
         return
     for number, raw in enumerate(itertools.chain([first], iter(partial(stream.readline, MAX_RECORD_BYTES + 1), b""))):
         if len(raw) > MAX_RECORD_BYTES and not raw.endswith(b"\n"):
@@ -251,13 +257,27 @@ def _cells(stream: io.BufferedReader, field: str, usual: str) -> Iterator[Record
         usual: the delimiter, unless the file's first line has another one
     """
     csv.field_size_limit(MAX_RECORD_BYTES)
-    lines = (line.replace("\0", "") for line in io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline=""))
-    line, heading = next(((number, each) for number, each in enumerate(lines, 1) if not each.isspace()), (1, ""))
+    text = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
+    lines = iter(partial(_line, text), "")  # unlike a generator, it goes on after an error
+    try:
+        line, heading = next(((number, each) for number, each in enumerate(lines, 1) if not each.isspace()), (1, ""))
+    except BadRecord as error:
+        raise Broken(f"line 1: {error}") from error
     if named := _NAMED_DELIMITER.fullmatch(heading.strip("\r\n")):
         line, heading, delimiter = line + 1, next(lines, ""), named["delimiter"]
     else:
         delimiter = _delimiter(heading, field, usual)
     yield from _rows(itertools.chain([heading], lines), field, delimiter, line)
+
+
+def _line(text: io.TextIOWrapper) -> str:
+    """The next line of a table; empty at the end. Raises BadRecord, and passes the line over, if it is too long."""
+    line = text.readline(MAX_RECORD_BYTES)
+    if len(line) < MAX_RECORD_BYTES or line.endswith(("\r", "\n")):
+        return line.replace("\0", "") or line  # a line of NULs alone is not the end
+    while (more := text.readline(MAX_RECORD_BYTES)) and not more.endswith(("\r", "\n")):
+        pass
+    raise BadRecord(f"it is longer than {MAX_RECORD_BYTES >> 20} MiB: divide it")
 
 
 def _delimiter(heading: str, field: str, usual: str) -> str:
@@ -285,7 +305,14 @@ def _rows(lines: Iterator[str], field: str, delimiter: str, line: int) -> Iterat
     header: list[str] = []
 
     def source() -> Iterator[str]:
-        while (text := again.popleft() if again else next(lines, None)) is not None:
+        while True:
+            try:
+                text = again.popleft() if again else next(lines, None)
+            except BadRecord:
+                taken.append("")  # it has a number, too
+                raise
+            if text is None:
+                return
             taken.append(text)
             yield text
 

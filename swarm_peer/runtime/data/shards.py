@@ -32,7 +32,15 @@ log = logging.getLogger(__name__)
 # Times that a file's defects are told each: these first ones, and then the 10th, the 100th and so on.
 MOST_TOLD = 3
 
+# A file of which so many records in a row have no text, from its beginning on, is not read to its end before that is
+# told: that might take hours.
+MOST_TRIED = 100_000
+
 _SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class _Hopeless(UserError):
+    """So much of a file could not be used that nobody need look at the rest."""
 
 
 class Shard(Protocol):
@@ -80,11 +88,18 @@ class RecordShard:
         def note(_: str, place: Place, reason: str) -> None:
             nonlocal problem, num_problems
             problem, num_problems = problem or f"{_named(place)}{reason}", num_problems + 1
+            if num_problems == MOST_TRIED:
+                raise _Hopeless
 
-        if next(self._documents(0, 1, note), None) is None and problem:
-            others = ", and no other record can be used" if num_problems > 1 else ""
-            return UserError(f"cannot read {self._name}: {problem}{others}; mend the file, or leave it out")
-        return None
+        others = ", and no other record can be used"
+        try:
+            if next(self._documents(0, 1, note), None) is not None or not problem:
+                return None
+        except _Hopeless:
+            others = f", and so it is with all of the first {MOST_TRIED} records"
+        return UserError(
+            f"cannot read {self._name}: {problem}{others if num_problems > 1 else ''}; mend the file, or leave it out"
+        )
 
     def _documents(self, offset: int, stride: int, tell: Callable[[str, Place, str], None]) -> Iterator[str]:
         place: Place = ""

@@ -77,6 +77,14 @@ VALIDATION_WINDOW = 16
 # Most shards that candidates come from, if they are long. To open a remote file takes about a second.
 VALIDATION_SHARDS = 8
 
+# Of a slice's tokens, those at its end that make no whole sample are lost. A larger share of them is told.
+MOST_LEFT_OVER = 0.1
+
+# Of each held-out document so many characters are looked at to see whether the tokenizer knows them. If it knows fewer
+# than the first share of them, it is none for this text, and below the second one the log says so.
+PROBE_CHARS = 2000
+LEAST_KNOWN, FEW_KNOWN = 0.5, 0.95
+
 ALL_WINDOWS = Uncounted((), 0)
 
 
@@ -93,6 +101,7 @@ class SliceReader:
     def __init__(self, *, manifest: RunManifest, cache_dir: Path | None = None):
         self._manifest = manifest
         self._cache_dir = cache_dir
+        self._num_left_over = 0
 
     def num_slices(self) -> int:
         """The number of slices in a pass, the same for every peer with the same data.
@@ -146,11 +155,27 @@ class SliceReader:
 
     @functools.cached_property
     def _tokenizer(self) -> Tokenizer:
-        return _tokenizer_of(self._manifest, self._cache_dir)
+        tokenizer = _tokenizer_of(self._manifest, self._cache_dir)
+        _check_known(self._manifest, tokenizer, self._cache_dir)
+        return tokenizer
 
     def _windows(self, slice_id: SliceId) -> Iterator[npt.NDArray[np.int32]]:
-        windows = _pack(self._documents(slice_id), self._tokenizer, self._manifest.data.sequence_length)
+        length = self._manifest.data.sequence_length
+        tell = functools.partial(self._tell_left_over, slice_id)
+        windows = _pack(self._documents(slice_id), self._tokenizer, length, tell)
         yield from shuffled(windows, self._shuffle_buffer, self._rng("windows", slice_id))
+
+    def _tell_left_over(self, slice_id: SliceId, num_used: int, num_left: int) -> None:
+        if num_left <= MOST_LEFT_OVER * (num_used + num_left):
+            return
+        self._num_left_over += 1
+        if str(self._num_left_over).strip("0") == "1":
+            log.warning(
+                "tokens_left_over slice=%d left=%d used=%d slices=%d of=%d: what makes no whole sample at the end of a "
+                "slice is left out; shorten data.sequence_length=%d, or add text",
+                *(slice_id.slice_index, num_left, num_used, self._num_left_over, self.num_slices()),
+                self._manifest.data.sequence_length,
+            )
 
     def _documents(self, slice_id: SliceId) -> Iterator[str]:
         data, seed = self._manifest.data, self._manifest.seed
@@ -260,6 +285,7 @@ def validation_samples(manifest: RunManifest, num_samples: int, cache_dir: Path 
     """
     data = manifest.data
     documents = list(_held_out(data, manifest.seed, cache_dir).values())
+    _check_known(manifest, _tokenizer_of(manifest, cache_dir), cache_dir)
     samples = samples_of(manifest, documents, num_samples, cache_dir)
     if samples is None:
         raise UserError(
@@ -304,6 +330,26 @@ def _unknown_tokens(data: DataSection, tokenizer: Tokenizer) -> UserError:
     )
 
 
+def _check_known(manifest: RunManifest, tokenizer: Tokenizer, cache_dir: Path | None) -> None:
+    """Check by the held-out documents that the tokenizer knows what the text is made of.
+
+    Raises:
+        UserError: it does not know most of it, or the data cannot be read
+    """
+    data = manifest.data
+    if data.tokenizer == "bytes":
+        return
+    share = tokenizer.share_known(text[:PROBE_CHARS] for text in _held_out(data, manifest.seed, cache_dir).values())
+    if share < LEAST_KNOWN:
+        raise UserError(
+            f"data.tokenizer={data.tokenizer!r} knows {share:.0%} of the letters and digits of this text, and the rest "
+            f"would be lost: take a tokenizer that was made for such text, or other text"
+        )
+    if share < FEW_KNOWN:
+        text = "tokenizer_knows_few tokenizer=%s share=%.2f: it loses the other letters and digits of this text"
+        log.warning(text, data.tokenizer, share)
+
+
 def _tokenizer_of(manifest: RunManifest, cache_dir: Path | None) -> Tokenizer:
     return load_tokenizer(manifest.data, _vocab_size(manifest), cache_dir)
 
@@ -325,8 +371,15 @@ def _tokens(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[int]:
         yield from tokenizer.encode_document(text)
 
 
-def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterator[npt.NDArray[np.int32]]:
+def _pack(
+    documents: Iterable[str],
+    tokenizer: Tokenizer,
+    length: int,
+    on_end: Callable[[int, int], None] = lambda num_used, num_left: None,
+) -> Iterator[npt.NDArray[np.int32]]:
+    """Windows of T+1 tokens; `on_end` is told of how many tokens they are made, and how many are left."""
     tokens: list[int] = []
+    num_used = 0
     for text in documents:
         tokens += tokenizer.encode_document(text)
         start = 0
@@ -334,6 +387,8 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, length: int) -> Iterat
             yield np.array(tokens[start : start + length + 1], dtype=np.int32)
             start += length
         del tokens[:start]
+        num_used += start
+    on_end(num_used, len(tokens))
 
 
 def shuffled(documents: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:

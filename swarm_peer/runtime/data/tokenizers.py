@@ -8,7 +8,8 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ class Tokenizer(ABC):
     def decode(self, ids: list[int]) -> str:
         """The text of some tokens."""
 
+    def share_known(self, texts: Iterable[str]) -> float:
+        """The share of the letters and digits of some texts that their tokens stand for."""
+        return 1.0
+
     def encode_document(self, text: str) -> list[int]:
         """The tokens of a document, and the separator; none at all if the model does not know one of them.
 
@@ -124,6 +129,10 @@ class PretrainedTokenizer(Tokenizer):
         except (UnicodeError, TypeError):  # lone surrogates of scraped text, for which there are several classes
             text = text.encode(errors="replace").decode()
             ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        except Exception as error:
+            if type(error) is not Exception:  # the tokenizers' own class of all errors
+                raise
+            raise UnknownToken(f"the tokenizer does not know a part of a text ({first_line(error)})") from error
         if self._known_ids is not None and ids and (highest := max(ids)) >= self._known_ids:
             token = self._tokenizer.convert_ids_to_tokens(highest)
             raise UnknownToken(
@@ -137,6 +146,17 @@ class PretrainedTokenizer(Tokenizer):
         known = [id_ for id_ in ids if id_ < self.vocab_size]
         text: str = self._tokenizer.decode(known, clean_up_tokenization_spaces=False)
         return text
+
+    def share_known(self, texts: Iterable[str]) -> float:
+        """Less than 1 where words become the unknown token, or a vocabulary without one leaves characters out."""
+        unknown = getattr(self._tokenizer, "unk_token_id", None)
+        num_known = num_all = 0
+        for text in texts:
+            with suppress(UnknownToken):  # such a text is dropped, and told
+                ids = [id_ for id_ in self.encode(text) if id_ not in (unknown, self.separator_id)]
+                num_known += sum(map(str.isalnum, self.decode(ids)))
+                num_all += sum(map(str.isalnum, text))
+        return num_known / num_all if num_all else 1.0
 
     def save(self, folder: Path) -> None:
         """Write it, for AutoTokenizer. Raises OSError."""
