@@ -160,12 +160,12 @@ class Core:
         Args:
             epochs: that the log's entries were agreed in, from one that the run key has signed
         """
-        self.membership.learn(epochs)
-        self._follow_epoch()
-        if log.restart != self.epoch.restart:
-            return
+        # First of all: these epochs may say that this peer has its place.
         self._prepared[stage] = log, state, ledger
         self.membership.prepared |= {stage}
+        self.membership.learn(epochs)
+        self._drop_void_states()
+        self._follow_epoch()
 
     @property
     def epoch(self) -> Epoch:
@@ -214,9 +214,7 @@ class Core:
             return
         before, self._epoch = self._epoch, epoch
         mine = self.membership.stages
-        for stage in [stage for stage, (log, *_) in self._prepared.items() if log.restart != epoch.restart]:
-            del self._prepared[stage]
-            self.membership.prepared -= {stage}
+        self._drop_void_states()
         for stage in [stage for stage in self.members if stage not in mine]:
             del self.members[stage]
             self.leaders.pop(stage, None)
@@ -245,6 +243,13 @@ class Core:
                 self.leaders.pop(stage, None)
                 if leader == self.membership.me:
                     self.leaders[stage] = Leader(member=member, reign=epoch.id, context=self._context)
+
+    def _drop_void_states(self) -> None:
+        """Forget states of before the run went back."""
+        restart = self.epoch.restart
+        for stage in [stage for stage, (log, *_) in self._prepared.items() if log.restart != restart]:
+            del self._prepared[stage]
+            self.membership.prepared -= {stage}
 
     # --- messages
 

@@ -17,9 +17,10 @@ from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.protocol.log import Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.state.agreed_states import Taken
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step import giving
-from swarm_peer.runtime.step.driver import AverageFailed, RoundDriver, Taken
+from swarm_peer.runtime.step.driver import AverageFailed, RoundDriver
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 from swarm_peer.wire.codecs import bytes_of
@@ -141,7 +142,8 @@ class Others:
                 return found
         raise NotServing("nobody has it")
 
-    async def state(self, log):
+    async def state(self):
+        log = self.own.driver.member.log
         for rig in self._mates():
             member = rig.driver.member
             if member is not None and member.state == log.head and rig.driver._weights[1] in log.heads().values():

@@ -13,10 +13,8 @@ from made_up_slices import FakeReader
 from tiny_models import LENGTH, LLAMA, VOCABULARY
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import NotServing
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import UpdateRecord
@@ -33,10 +31,14 @@ from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state import agreed_joining
+from swarm_peer.runtime.state.agreed_joining import join
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.cut_averager import CutAverager
-from swarm_peer.runtime.step.driver import RoundDriver, Taken
+from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.workplace import StageWorkplace
 from swarm_peer.wire.identity import Identity
@@ -49,6 +51,7 @@ LENGTHS = (40, 1, 25, 30)
 def quick(monkeypatch):
     quickly(monkeypatch)
     monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 0.02)
+    monkeypatch.setattr(agreed_joining, "PAUSE_S", 0.05)
 
 
 def resolved_of(optimizer):
@@ -86,6 +89,10 @@ class Slices(FakeReader):
     def windows(self, slice_id):
         for window in range(self.lengths[slice_id.slice_index]):
             yield tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+
+
+async def is_member(peer_id):
+    return True
 
 
 class NoCounts:
@@ -143,12 +150,27 @@ class Rig:
         shapes = [parameter.shape for parameter in self.trainer.trained.values()]
         averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=peer.transport)
         self.ended = []
+        self.sources = StageSources(
+            context=context,
+            transport=peer.transport,
+            trainer=self.trainer,
+            core=core,
+            donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
+            newest_log=self.newest_log,
+            num_slices=len(LENGTHS) if stage == 0 else None,
+        )
+        self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
+        snapshots = SnapshotStore(
+            clock=context.clock, threads=context.threads, storage=context.storage, is_member=is_member
+        )
+        snapshots.sources[stage] = self.state_server
+        peer.calls.add(None, peer.agreement.calls | snapshots.calls)
         self.driver = RoundDriver(
             agreement=peer.agreement,
             stage=stage,
             workplace=StageWorkplace(context=context, core=core, updates=UpdateRecord()),
             averager=CutAverager(averager),
-            sources=self,
+            sources=self.sources,
             changed=context.changed,
             ended=self.ended.append,
         )
@@ -174,6 +196,20 @@ class Rig:
             look=peer.agreement.look,
         )
 
+    def _mates(self):
+        mates = (rig for rig in self.rigs.values() if rig is not self and rig.stage == self.stage)
+        return [rig for rig in mates if rig.driver.member is not None]
+
+    def newest_log(self):
+        member = self.driver.member
+        return member.log if member is not None else self.peer.core.told.get(self.stage)
+
+    def kept(self, round_number):
+        for committed in self.driver.member.log.since(round_number)[:1]:
+            if (found := self.driver.updates.get(committed.entry.hash)) is not None:
+                return committed.entry.hash, found
+        return None
+
     def view(self):
         """All that have a place, as they announce themselves."""
         found = (
@@ -193,6 +229,8 @@ class Rig:
     async def run(self):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.driver.run)
+            tasks.start_soon(self.state_server.run)
+            tasks.start_soon(join, self.peer.agreement, self.stage, self.sources)
             if self.stage == 0:
                 tasks.start_soon(self.pool.run)
                 tasks.start_soon(self.launcher.run)
@@ -206,39 +244,6 @@ class Rig:
         self.peer.core.membership.desired = frozenset()
         self.peer.agreement.look()
         return num_given
-
-    # --- what it takes over of the others
-
-    def _mates(self):
-        return [rig for rig in self.rigs.values() if rig is not self and rig.stage == self.stage]
-
-    async def update(self, committed):
-        for rig in self._mates():
-            if (found := rig.driver.updates.get(committed.entry.hash)) is not None:
-                return found
-        raise NotServing("nobody has it")
-
-    async def state(self, log):
-        for rig in self._mates():
-            member = rig.driver.member
-            if member is not None and member.state == log.head == rig.driver._weights[1]:
-                self.trainer.load_state(rig.trainer.state(), rig.trainer.optimizer_step)
-                ledger = member.ledger.copy() if member.ledger is not None else None
-                return Taken(log.head, dict(rig.driver.updates), log.head, ledger)
-        raise NotServing("nobody is there")
-
-    async def begin(self, restart):
-        return Ledger(len(LENGTHS)) if self.stage == 0 else None
-
-    async def adopt(self, root):
-        return False
-
-    def take_over(self, other, state):
-        rig = self.rigs.get(other.identity.peer_id)
-        if rig is None or rig.driver._weights[1] != state or rig.rounds.step.phase is not Phase.OPEN:
-            return False
-        self.trainer.load_state(rig.trainer.state(), rig.trainer.optimizer_step)
-        return True
 
 
 class Hall:
@@ -256,9 +261,7 @@ class Hall:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(rig.run)
-                while True:
-                    own.prepare([each for each in others if each is not own], rig.take_over)
-                    await anyio.sleep(0.002)
+                await anyio.sleep_forever()
         finally:
             rig.thread.stop()
 
@@ -281,7 +284,7 @@ class Hall:
                 trainer.apply(trainer.mean_gradients())
         return [trainer.state() for trainer in trainers]
 
-    async def check(self, start):
+    async def check(self, start, atol=1e-5):
         """All have the weights that one process makes of the samples that have counted."""
         assert any(len(cut.seats) == 2 for cut in self.cuts())
         counted = [each for cut in self.cuts() for each in cut.samples]
@@ -292,7 +295,7 @@ class Hall:
             assert num_rounds >= start
             expected = self.one_process(num_rounds)[rig.stage]
             for name, value in expected.items():
-                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
 
 
 async def two_of_each(some):
@@ -304,8 +307,9 @@ async def two_of_each(some):
     return first, more
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_agreed_rounds_make_the_updates_of_one_process(optimizer):
+# AdamW divides by what is nearly zero at first, which makes more of the order of sums.
+@pytest.mark.parametrize(("optimizer", "atol"), [("sgd", 1e-5), ("adamw", 1e-3)])
+def test_agreed_rounds_make_the_updates_of_one_process(optimizer, atol):
     async def run():
         hall = Hall(resolved_of(optimizer))
         async with swarm(hall.work, hall.resolved) as some:
@@ -313,7 +317,7 @@ def test_agreed_rounds_make_the_updates_of_one_process(optimizer):
             start = first[0].log(0).next_round
             for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
                 await until(peers, partial(has_come_to, stage, start + 4), 60)
-            await hall.check(start + 4)
+            await hall.check(start + 4, atol)
 
     anyio.run(run)
 

@@ -18,9 +18,10 @@ from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import Certified, Rules
 from swarm_peer.protocol.membership import Membership
-from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, News, Sent, Timing, Wanted
+from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, News, Sent, Timing, Wanted, WantRoot
 from swarm_peer.protocol.statements import EpochId, Seat, Sign
 from swarm_peer.protocol.work import RoundContext
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.wire import messages as wire
@@ -124,6 +125,11 @@ class Agreement:
         )
 
     @property
+    def changed(self) -> Condition:
+        """Notified whenever the core may have come further."""
+        return self._context.changed
+
+    @property
     def calls(self) -> dict[type[wire.Body], Handler]:
         """The calls that this part answers."""
         return {wire.AgreeCall: self.handle}
@@ -138,6 +144,12 @@ class Agreement:
                 self._context.changed.notify()
                 with anyio.move_on_after(TICK_S):
                     await self._due.wait()
+
+    def ask_for_log(self, stage: int) -> None:
+        """Ask the seats of a stage for its log, and its leader for the root of a coming state."""
+        core = self.core
+        wanted = Message(core.membership.me, core.epoch.id, WantRoot(stage))
+        self._send((seat.peer, wanted) for seat in core.epoch.roster(stage) if seat != core.membership.me)
 
     def look(self) -> None:
         """Have the core look soon at what has changed."""

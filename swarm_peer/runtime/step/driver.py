@@ -18,11 +18,12 @@ from torch import Tensor
 from swarm_peer.errors import CallError
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution, Cut, Log, Name, base_of
+from swarm_peer.protocol.log import Committed, Contribution, Cut, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.state.agreed_states import Taken
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 
 log = logging.getLogger(__name__)
@@ -44,23 +45,6 @@ class AverageFailed(Exception):
     def __init__(self, reason: str, blamed: frozenset[Seat] = frozenset()):
         super().__init__(reason)
         self.blamed = blamed
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A state that was taken over.
-
-    Attributes:
-        weights: the entry that the weights embody now
-        updates: the averages of entries after that, by their hashes, where updates are delayed
-        state: the last of these entries
-        ledger: after that entry, at stage 0
-    """
-
-    weights: str
-    updates: dict[str, list[Tensor]]
-    state: str
-    ledger: Ledger | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,7 @@ class Sources(Protocol):
             CallError: nobody gives them
         """
 
-    async def state(self, log: Log) -> Taken:
+    async def state(self) -> Taken:
         """Have the weights become those of a stage-mate, at one of the newest entries of the log.
 
         Raises:
@@ -355,7 +339,7 @@ class RoundDriver:
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
-            taken = await self._sources.state(member.log)
+            taken = await self._sources.state()
             member.work.void_all()
             self._weights = member.log.restart, taken.weights
             self.updates = dict(taken.updates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.index import extend_history
+from swarm_peer.runtime.state.agreed_states import digest_of, root_of
 from swarm_peer.runtime.step.contribution import contributions
 from swarm_peer.runtime.step.driver import Standing
 from swarm_peer.wire.ledger_codec import encode_ledger
@@ -26,11 +26,6 @@ Result = TypeVar("Result")
 def timeline_of(restart: Restart) -> Timeline:
     """The timeline that states name, for those who take them over."""
     return Timeline(restart.first_round, restart.optimizer_step, created_at_round=restart.first_round)
-
-
-def root_of(state: Mapping[str, Tensor]) -> str:
-    """The root of a stage's state: a digest of all that the next steps depend on."""
-    return extend_history("", (state[name] for name in sorted(state)))
 
 
 class StageWorkplace:
@@ -96,7 +91,7 @@ class StageWorkplace:
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
-        return await self._context.threads.run(extend_history, "", averages)
+        return await self._context.threads.run(digest_of, averages)
 
     def shapes(self) -> Sequence[Tensor]:
         """Tensors of the shapes of a contribution, on the meta device."""

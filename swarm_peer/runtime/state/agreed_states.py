@@ -1,0 +1,240 @@
+"""Gives states and updates of agreed rounds to others, and takes over those that this seat lacks.
+
+A state is believed if an entry of the stage's log names its root, whoever gives it; an update, if an entry names its
+digest (docs/protocol.md, 'Coming, moving, going').
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.model.training import StageTrainer, max_state_bytes
+from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.log import Committed, Log
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.state.index import StageState, extend_history
+from swarm_peer.runtime.state.snapshot_store import StoredState, make_stored
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.transfer import fetch_state
+from swarm_peer.wire.ledger_codec import read_ledger
+from swarm_peer.wire.messages import StateIndexCall
+
+log = logging.getLogger(__name__)
+
+# Relative distance of two states of the same updates. Unlike devices come 3e-3 apart with each microbatch in bf16.
+MOST_APART = 0.05
+
+
+class AgreedStateServer(StateServer):
+    """Gives a replica's own state, and the updates of its newest entries. Belongs to the event loop's thread.
+
+    Args:
+        kept: the averages that a round's entry names by their digest, with its hash; None if they are not kept
+    """
+
+    def __init__(
+        self, *, context: PeerContext, core: ReplicaCore, kept: Callable[[int], tuple[str, Sequence[Tensor]] | None]
+    ):
+        super().__init__(context=context, core=core)
+        self._kept = kept
+
+    async def _update(self, round_number: int) -> StoredState:
+        found = self._kept(round_number)
+        if found is None:
+            raise NotServing(f"the update of round {round_number} is not kept here")
+        entry, averages = found
+        if (known := self._update_ids.get(round_number)) in self.stored:
+            return self.stored[known]
+        tensors = {f"{number:05d}": average for number, average in enumerate(averages)}
+        state = StageState(round_number, entry, tensors, self.step.timeline)
+        stored = await self._threads.run(make_stored, self._stage, "update", state)
+        self._update_ids[round_number] = self._remember(stored)
+        return stored
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A state that was taken over.
+
+    Attributes:
+        weights: the entry that the weights embody now
+        updates: the averages of entries after that, by their hashes, where updates are delayed
+        state: the last of these entries
+        ledger: after that entry, at stage 0
+    """
+
+    weights: str
+    updates: dict[str, list[Tensor]]
+    state: str
+    ledger: Ledger | None
+
+
+def root_of(state: Mapping[str, Tensor]) -> str:
+    """The root of a stage's state: a digest of all that the next steps depend on."""
+    return extend_history("", (state[name] for name in sorted(state)))
+
+
+def digest_of(averages: Sequence[Tensor]) -> str:
+    """A digest of an update, as entries name it."""
+    return extend_history("", averages)
+
+
+class StageSources:
+    """Takes over what one seat lacks: see `Sources`. Belongs to the event loop's thread.
+
+    Args:
+        donors: ids of the stage-mates
+        newest_log: the stage's log as it is known now, which goes on while a state is downloaded
+        num_slices: of the data, at stage 0; None at others
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        transport: Transport,
+        trainer: StageTrainer,
+        core: ReplicaCore,
+        donors: Callable[[], Sequence[str]],
+        newest_log: Callable[[], Log | None],
+        num_slices: int | None,
+    ):
+        self._context = context
+        self._transport = transport
+        self._trainer = trainer
+        self._core = core
+        self._stage = core.stage
+        self._donors = donors
+        self._newest_log = newest_log
+        self._num_slices = num_slices
+        self._rng = context.random.stream("states")
+
+    async def update(self, committed: Committed) -> list[Tensor]:
+        """The averages of an entry, checked by its digest.
+
+        Raises:
+            CallError: nobody gives them
+        """
+        entry = committed.entry
+        call = StateIndexCall(
+            manifest=self._context.resolved.hash, of_stage=self._stage, kind="update", min_round=entry.cut.round
+        )
+        shapes = [parameter.shape for parameter in self._trainer.trained.values()]
+        max_bytes = 4 * sum(shape.numel() for shape in shapes)
+        found = await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng)
+        averages = list(found.tensors.values())
+        # The digest covers bytes and not types: read as another type, the same bytes are other averages.
+        fits = all(average.dtype == torch.float32 for average in averages)
+        if not fits or [average.shape for average in averages] != shapes:
+            raise InvalidMessage("an update that does not fit this stage")
+        if await self._context.threads.run(digest_of, averages) != entry.digest:
+            raise InvalidMessage(f"an update that is not the one of round {entry.cut.round}")
+        return averages
+
+    async def state(self) -> Taken:
+        """Have the weights become those of a stage-mate, at an entry of the log.
+
+        Raises:
+            CallError: nobody gives one that an entry names
+        """
+        taken: list[Taken] = []
+
+        async def take(state: StageState) -> None:
+            taken[:] = [await self._take(state)]
+
+        await self._fetch(take)
+        return taken[0]
+
+    async def _fetch(self, take: Callable[[StageState], Awaitable[None]]) -> None:
+        call = StateIndexCall(manifest=self._context.resolved.hash, of_stage=self._stage)
+        max_bytes = max_state_bytes(self._context.resolved, self._stage)
+        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take)
+
+    async def _take(self, state: StageState) -> Taken:
+        """Take a state over, if it is what an entry says.
+
+        Raises:
+            InvalidMessage: it is not, or no entry names its root yet
+        """
+        known, entry = self._newest_log(), state.history_hash
+        rounds = {head: number for number, head in known.heads().items()} if known is not None else {}
+        if known is None or entry not in rounds:
+            raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
+        following = known.since(rounds[entry])
+        root = following[0].entry.cut.root if following else ""
+        if not root and not known.is_empty:
+            raise InvalidMessage("no entry names the root of this state yet")
+        if root and root != await self._context.threads.run(root_of, dict(state.tensors)):
+            raise InvalidMessage("a state of another root than the one that the next entry names")
+        ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
+        step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round
+        await self._load(state, step)
+        return Taken(entry, {}, entry, ledger)
+
+    async def _load(self, state: StageState, optimizer_step: int) -> None:
+        load = partial(self._trainer.load_state, state.tensors, optimizer_step, keeps_work=False)
+        await self._core.device_thread.run(Priority.STEP, load)
+
+    async def adopt(self, root: str) -> bool:
+        """Have the weights become those of a root, if they are as close to this seat's as unlike devices are.
+
+        Returns:
+            whether they are
+
+        Raises:
+            CallError: nobody gives them
+        """
+        adopted: list[bool] = []
+
+        async def take(state: StageState) -> None:
+            if await self._context.threads.run(root_of, dict(state.tensors)) != root:
+                raise InvalidMessage("a state of another root than the one that is asked for")
+            own = await self._core.device_thread.run(Priority.STEP, self._trainer.state)
+            is_close = await self._context.threads.run(_are_close, state.tensors, own)
+            adopted[:] = [is_close]
+            if is_close:
+                await self._load(state, self._trainer.optimizer_step)
+            else:
+                log.error("root_refused stage=%d reason=its weights are far from this peer's", self._stage)
+
+        await self._fetch(take)
+        return adopted[0]
+
+    async def begin(self, restart: Restart) -> Ledger | None:
+        """Have the weights become those that the run begins with.
+
+        Returns:
+            the ledger, at stage 0
+
+        Raises:
+            CallError: the run begins with a snapshot, which nobody gives
+        """
+        if restart.entries:
+            raise NotServing("snapshots are not taken over yet")
+        await self._core.device_thread.run(Priority.STEP, self._trainer.restart)
+        return Ledger(self._num_slices) if self._num_slices is not None else None
+
+
+def _are_close(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
+    """Whether two states differ by no more than devices that round otherwise make of the same updates."""
+    if theirs.keys() != ours.keys():
+        return False
+    for name, own in ours.items():
+        their = theirs[name]
+        if own.shape != their.shape:
+            return False
+        distance = torch.linalg.vector_norm(their.double() - own.double())
+        if not bool(distance <= MOST_APART * torch.linalg.vector_norm(own.double()) + 1e-12):
+            return False
+    return True
