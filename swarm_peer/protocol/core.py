@@ -7,6 +7,7 @@ it has done; time comes with `receive` and `tick`.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,6 +41,9 @@ from swarm_peer.protocol.messages import (
 from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.protocol.work import RoundContext
 
+# A seat that is not ready agrees to be left out after this share of ready_s, on its own clock.
+PATIENT = 0.8
+
 
 @dataclass(frozen=True)
 class RoundRules:
@@ -59,6 +63,11 @@ class RoundRules:
     period: int = 1
     roots_every: int = 1
 
+    @property
+    def most_weight(self) -> int:
+        """The weight that one contribution may have: a batch may be exceeded, and a period has several."""
+        return 2 * self.batch * self.period
+
     def averages(self, number: int) -> bool:
         """Whether a round ends with an average."""
         return (number + 1) % self.period == 0
@@ -72,21 +81,31 @@ class RoundRules:
         counts = [signed.body for signed in close.counts]
         if len({done.author for done in counts}) < len(counts) or len({done.base for done in counts}) > 1:
             return False
-        total = 0
+        total, own, most = 0, defaultdict[str, int](int), defaultdict[str, int](int)
         for done in counts:
             epoch = epoch_of(done.epoch)
             if epoch is None or done.round != close.round or done.author not in epoch.roster(0):
                 return False
-            total += self.believed(done, epoch_of)
-        return total >= self.batch
+            others, within, most_within = self._acknowledged(done, epoch_of)
+            others = min(others, done.samples)
+            vote = epoch.vote_of(done.author)
+            total += others
+            own[vote] += min(within, done.samples - others)
+            most[vote] = max(most[vote], most_within)
+        return total + sum(min(own[vote], most[vote]) for vote in own) >= self.batch
 
     def believed(self, done: Done, epoch_of: EpochOf) -> int:
         """The samples of a count for which seats of stage 1 have signed.
 
-        Those of the author's own ticket are believed as far as its part of stage 1 goes.
+        Those of the author's own ticket are believed as far as its part of stage 1 goes, for all of its seats together.
         """
+        others, own, most = self._acknowledged(done, epoch_of)
+        return min(done.samples, others + min(own, most))
+
+    def _acknowledged(self, done: Done, epoch_of: EpochOf) -> tuple[int, int, int]:
+        """The samples that seats of other tickets have signed for, those of its own, and how many of these count."""
         if self.num_stages == 1:
-            return done.samples
+            return done.samples, 0, 0
         others, own, most = dict[Seat, int](), dict[Seat, int](), 0
         for signed in done.receipts:
             receipt, epoch = signed.body, epoch_of(signed.body.epoch)
@@ -96,7 +115,7 @@ class RoundRules:
                 is_own = epoch.is_divided and epoch.vote_of(receipt.author) == epoch.vote_of(done.author)
                 (own if is_own else others)[receipt.author] = receipt.samples
                 most = max(most, self.most_within_ticket(done.author, epoch))
-        return min(done.samples, sum(others.values()) + min(sum(own.values()), most))
+        return sum(others.values()), sum(own.values()), most
 
     def most_within_ticket(self, seat: Seat, epoch: Epoch) -> int:
         """How many samples of a round a seat of stage 0 can count that seats of its own ticket have computed."""
@@ -150,6 +169,8 @@ class Core:
         self._spoken: dict[int, object] = {}
         # By stage, the thing that its leader should do next, and since when.
         self._waits: dict[int, tuple[object, float]] = {}
+        # By stage and round, when its close was known here.
+        self._closed_s: dict[tuple[int, int], float] = {}
         self._prepared: dict[int, tuple[Log, str, Ledger | None]] = {}
 
     def prepare(
@@ -191,6 +212,7 @@ class Core:
         if resends:
             self._next_resend_s = now_s + self.membership.timing.resend_s
         self.membership.resigned = frozenset(stage for stage, member in self.members.items() if member.is_lost)
+        self._note_closed(now_s)
         self.membership.stuck = frozenset(stage for stage in self.members if self._is_stuck(stage, now_s))
         for stage in sorted(self.members):
             sent += self._lead(now_s, stage, resends)
@@ -282,7 +304,7 @@ class Core:
         if sender not in self.epoch.roster(stage):
             return []
         if isinstance(body, Begin | Cutting | Commit | Entries):
-            return self._handle_as_member(sender, stage, body)
+            return self._handle_as_member(now_s, sender, stage, body)
         return self._handle_as_leader(now_s, sender, stage, body)
 
     def _handle_batch(self, now_s: float, sender: Seat, body: Counted | Granted) -> Iterable[Body]:
@@ -312,21 +334,44 @@ class Core:
         closes = (member.close_of(next_round) for member in self.members.values())
         yield from [close for close in closes if close is not None][:1]
 
-    def _handle_as_member(self, sender: Seat, stage: int, body: Begin | Cutting | Commit | Entries) -> Iterable[Body]:
+    def _handle_as_member(
+        self, now_s: float, sender: Seat, stage: int, body: Begin | Cutting | Commit | Entries
+    ) -> Iterable[Body]:
         member = self.members.get(stage)
         if member is None and isinstance(body, Entries) and stage in self.membership.desired:
             self._note_told(stage, body)
         if member is None or sender != self.epoch.leader(stage) or sender == self.membership.me:
             return []
         if isinstance(body, Entries):
-            member.take_entries(body)
+            if self._is_reign(stage, body.reign):
+                member.take_entries(body)
         elif member.reign is not None and isinstance(body, Begin):
             member.take_base(body.round, body.base, body.is_rooted)
         elif member.reign is not None and isinstance(body, Cutting):
-            member.take_cut(body.cut)
+            member.take_cut(body.cut, is_late=self._is_late(now_s, stage, body.cut.round))
         elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
             return [member.status()]
         return []
+
+    def _is_reign(self, stage: int, reign: EpochId) -> bool:
+        """Whether the leader of a stage can have led since an epoch, as far as this peer has followed epochs."""
+        epochs = [certified.epoch for certified in self.membership.chain]
+        leader = epochs[-1].leader(stage)
+        since = epochs[-1].id
+        for epoch in reversed(epochs):
+            if epoch.leader(stage) != leader:
+                break
+            since = epoch.id
+        return reign == since or (reign < since == epochs[0].id)
+
+    def _is_late(self, now_s: float, stage: int, number: int) -> bool:
+        """Whether this peer has known for long that a round is over, so that others need not wait for it."""
+        closed_s = self._closed_s.get((stage, number))
+        return closed_s is not None and now_s >= closed_s + PATIENT * self.membership.timing.ready_s
+
+    def _note_closed(self, now_s: float) -> None:
+        known = {(stage, number) for stage, member in self.members.items() for number in member.closes}
+        self._closed_s = {key: self._closed_s.get(key, now_s) for key in known}
 
     def _note_told(self, stage: int, entries: Entries) -> None:
         """Note the log of a stage that this peer wants to serve, if it is newer than what is known of it."""

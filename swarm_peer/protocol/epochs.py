@@ -30,6 +30,7 @@ from swarm_peer.protocol.statements import (
 COORDINATORS = -1
 # Voters of an epoch. More of them make each epoch dearer, and fewer are gone sooner.
 MAX_VOTERS = 7
+MAX_ROUND = 1 << 40
 # With fewer tickets no majority of them could outvote a liar, so each peer has a vote of its own.
 MIN_TICKETS = 3
 
@@ -187,7 +188,9 @@ def next_epoch(
     restart, begun = epoch.restart, set(epoch.begun)
     for wish in joins:
         others = any(place.stage == wish.stage for place in places)
-        if wish.stage != COORDINATORS and not wish.has_state:
+        # Nobody can say of the only seat of a stage whether it has the state; where tickets vote, it is not believed.
+        has_state = wish.has_state and (others or not epoch.is_divided)
+        if wish.stage != COORDINATORS and not has_state:
             if others:
                 continue
             if wish.stage in begun:
@@ -218,7 +221,8 @@ def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:
             roster = epoch.roster(wish.stage)
             return wish.author in roster[1:] and wish.leader == roster[0]
         case Offer():
-            return wish.author in epoch.seats and all(0 <= s.stage < rules.num_stages for s in wish.snapshots)
+            are_sound = all(0 <= s.stage < rules.num_stages and s.entry for s in wish.snapshots)
+            return wish.author in epoch.seats and are_sound and 0 <= wish.round < MAX_ROUND
 
 
 def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restart | None:

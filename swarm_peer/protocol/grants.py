@@ -7,6 +7,7 @@ reading what others read, and from computing more than the batch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from swarm_peer.protocol.statements import EpochId, Seat
 
 # Slices that one grant adds at most.
 MAX_GRANTED = 64
+# Slices that one seat reads at most.
+MAX_HELD = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class _Share:
 
     def taken(self, late_s: float) -> int:
         """The part of the batch that is not for others; of a seat that has long done nothing, what it has done."""
-        return (self.done if self.since_s < late_s else max(self.up_to, self.claimed)) - self.unbelieved
+        return (self.done if self.since_s < late_s else self.up_to) - self.unbelieved
 
 
 @dataclass
@@ -134,9 +137,10 @@ class Grants:
     def note_done(self, seat: Seat, number: int, done: int, believed: int, now_s: float) -> None:
         """Note how far a seat is with its share."""
         share = self._shares.setdefault(number, {}).setdefault(seat, _Share(since_s=now_s))
-        share.unbelieved = done - believed
-        if share.done != done:
-            share.done, share.since_s = done, now_s
+        if believed != share.done - share.unbelieved:
+            share.since_s = now_s
+        share.done = min(done, 2 * self.batch)
+        share.unbelieved = share.done - min(believed, share.done)
 
     def grant(self, seat: Seat, wants: Wants, ledger: Ledger, now_s: float) -> Grant:
         """The newest grant of a seat."""
@@ -146,9 +150,10 @@ class Grants:
             for slice_id, held in list(self._held.items()):
                 if held.seat == seat and slice_id not in wants.reads:
                     del self._held[slice_id]
-        self.hold(seat, (slice_id for slice_id in wants.reads if not ledger.is_finished(slice_id)))
+        reads = wants.reads[:MAX_HELD]
+        self.hold(seat, (slice_id for slice_id in reads if not ledger.is_finished(slice_id)))
         granted = [slice_id for slice_id, held in self._held.items() if held.seat == seat]
-        missing = len(wants.reads) + wants.slices - len(granted)
+        missing = min(len(reads) + wants.slices, MAX_HELD) - len(granted)
         added = list(itertools.islice(self._free(ledger), max(missing, 0)))
         self.hold(seat, added)
         number = max(wants.seen, before.number if before is not None else 0)
@@ -174,10 +179,10 @@ class Grants:
             return share.up_to  # an old message
         if wants.voids > share.voids:
             share.voids, share.up_to, share.claimed = wants.voids, 0, 0
-        share.claimed = max(share.claimed, wants.claimed)
+        share.claimed = max(share.claimed, min(wants.claimed, 2 * self.batch))
         others = sum(each.taken(now_s - self.patience_s) for other, each in shares.items() if other != seat)
         share.up_to = max(share.up_to, share.claimed)
         room = self.batch - others + share.unbelieved
-        while share.up_to < share.claimed + wants.samples and share.up_to < room:
-            share.up_to += self.unit
+        missing = min(share.claimed + min(wants.samples, self.batch), room) - share.up_to
+        share.up_to += self.unit * math.ceil(max(missing, 0) / self.unit)
         return share.up_to

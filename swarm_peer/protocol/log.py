@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.policy.data.ranges import WindowRange, merge_ranges, num_windows
+from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, merge_ranges, num_windows
 from swarm_peer.protocol.epochs import Epoch, Restart
 from swarm_peer.protocol.statements import EpochId, Seat, Signed, Statement, hash_of
 
@@ -65,6 +65,16 @@ class Part(NamedTuple):
         """Of all that it brings."""
         return sum(each.weight for each in self.brings)
 
+    def is_within(self, number: int, most: int) -> bool:
+        """Whether each contribution is of a round, and has no more weight and samples than it can have."""
+        return all(
+            each.name.round == number
+            and 0 <= each.weight <= most
+            and num_windows(each.samples) <= most
+            and len(each.samples) <= MAX_RANGES
+            for each in self.brings
+        )
+
 
 @dataclass(frozen=True)
 class Blamed(Statement):
@@ -117,6 +127,23 @@ class Cut:
     def samples(self) -> tuple[WindowRange, ...]:
         """The samples that it holds."""
         return tuple(item for each in self.brings for item in each.samples)
+
+    def holds(self, mine: Part, ledger: Ledger | None) -> bool:
+        """Whether it holds all that a member brings and that is of its base, and has it bring nothing else.
+
+        Args:
+            ledger: at stage 0, where what holds a sample twice is left out
+        """
+        names = {each.name for each in self.brings}
+        missing = [each for each in mine.brings if each.base in ((), self.base) and each.name not in names]
+        if ledger is not None:
+            missing = [each for each in missing if not repeats([*self.samples, *each.samples], ledger)]
+        own = next((part.brings for part in self.parts if part.seat == mine.seat), ())
+        return not missing and set(own) <= set(mine.brings)
+
+    def is_within(self, most: int) -> bool:
+        """Whether no contribution has more weight or samples than a round can have, and each is of this round."""
+        return all(part.is_within(self.round, most) for part in self.parts)
 
     def is_repeating(self, ledger: Ledger) -> bool:
         """Whether it holds a contribution or a sample twice, or one that has counted before."""
@@ -326,9 +353,27 @@ class Log:
         first = self.restart.first_round
         return self.head_before(max(number - lag, first)) if number >= first else None
 
+    def lacks_what_made(self, evidence: Committed, epoch: Epoch, num_stages: int, lag: int) -> bool:
+        """Whether an entry of another stage was computed from one that this log lacks, so that entries are lost.
+
+        Args:
+            epoch: in which it was agreed
+        """
+        cut = evidence.entry.cut
+        newest = self._committed[-1].entry.cut.epoch if self._committed else None
+        if cut.stage == self.stage or epoch.restart != self.restart or len(cut.base) != num_stages:
+            return False
+        # A certificate of an epoch that is over by now proves nothing: few tickets may have been there then.
+        if newest is not None and cut.epoch < newest:
+            return False
+        is_agreed = evidence.entry.is_agreed(evidence.agreement, epoch)
+        return is_agreed and is_lacking(self, cut.base[self.stage], cut.round - lag)
+
     def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
         """Whether each entry follows the one before, and was committed; those that are known need no look."""
         head, known_heads = self._before_first, set(known.heads().values())
+        # A certificate of an epoch that is over proves nothing any more: few tickets may have been there then.
+        earliest = next((each.entry.cut.epoch for each in known.committed if each.entry.hash == head), None)
         if self._first_round == self.restart.first_round and head != base_of(self.stage, self.restart):
             return False
         if self._first_round < self.restart.first_round:
@@ -341,6 +386,9 @@ class Log:
             if head in known_heads:
                 continue
             epoch = epoch_of(cut.epoch)
+            if earliest is not None and cut.epoch < earliest:
+                return False
+            earliest = cut.epoch
             if epoch is None or epoch.restart != self.restart or not entry.is_agreed(agreement, epoch):
                 return False
             if close.round != number or not fills(close):

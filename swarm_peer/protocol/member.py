@@ -25,18 +25,15 @@ from swarm_peer.protocol.log import (
     Part,
     Pass,
     Receipt,
-    is_lacking,
 )
 from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Head, Ready, Said, Status
 from swarm_peer.protocol.statements import EpochId, S, Seat, Signed
 from swarm_peer.protocol.work import OpenRound, RoundContext, Work
 
-# Entries that a member tells of its log. A leader that lacks more takes a state.
+# Entries that a member tells of its log: a leader that lacks more takes a state.
 TOLD_ENTRIES = 4
-# Cuts that a leader may make of one round before each further one is no sign of life any more.
-MAX_FAIR_CUTS = 3
-# Statements that are remembered with their signatures.
-MAX_SIGNED = 64
+# Cuts that a leader may make of one round before each further one is no sign of life, and signatures that are kept.
+MAX_FAIR_CUTS, MAX_SIGNED = 3, 64
 
 
 class Member:
@@ -121,9 +118,8 @@ class Member:
     def rooting(self) -> OpenRound | None:
         """The round for which the root of the present state is asked."""
         present = self.work.open.get(self.log.next_round)
-        if present is None or self.is_behind or present.root is not None or not self._is_rooted(present):
-            return None
-        return present if present.is_drained else None
+        is_told = present is None or present.root is not None or not self._is_rooted(present)
+        return None if is_told or self.is_behind or not present or not present.is_drained else present
 
     @property
     def adopting(self) -> Cut | None:
@@ -152,7 +148,7 @@ class Member:
         present, granted = self.working, self.granted
         if present is None or granted is None or granted.round != present.number:
             return False
-        return present.computed.claimed + num_samples <= granted.up_to
+        return present.computed.claimed + num_samples <= min(granted.up_to, 2 * self._context.batch)
 
     # --- what the driver says
 
@@ -224,10 +220,10 @@ class Member:
 
     def take_guest(self, contribution: Contribution) -> bool:
         """Keep a contribution that a leaver has given this seat, under its name. May come again."""
-        if contribution.name.round < self.log.next_round or contribution.name.seat == self.me:
-            return False
-        self.work.guests[contribution.name] = contribution
-        return True
+        is_due = contribution.name.round >= self.log.next_round and contribution.name.seat != self.me
+        if is_due:
+            self.work.guests[contribution.name] = contribution
+        return is_due
 
     def to_hand_over(self) -> list[Contribution]:
         """All that this seat could bring, for stage-mates to bring in its place."""
@@ -254,7 +250,8 @@ class Member:
         """Close a round, if these counts fill its batch. Returns whether it is closed."""
         if close.round in self.closes:
             return True
-        if close.round < self.log.next_round or not self._context.fills(close):
+        newest = self.log.next_round + self._context.lag
+        if not self.log.next_round <= close.round <= newest or not self._context.fills(close):
             return False
         self.closes[close.round] = close
         self.work.round(close.round)
@@ -266,6 +263,8 @@ class Member:
         if present is None or number in self.closes:
             return
         present.is_rooted |= is_rooted
+        if len(base) != self._context.num_stages:
+            return
         if present.computed.base not in ((), base) and base[self.stage] == self.base(number):
             present.is_void = True
 
@@ -274,22 +273,31 @@ class Member:
         if (present := self.work.open.get(number)) is not None and present.is_void:
             self.work.void(number)
 
-    def take_cut(self, cut: Cut) -> None:
-        """Be in a cut, or agree to be left out."""
+    def take_cut(self, cut: Cut, *, is_late: bool = True) -> None:
+        """Be in a cut, or agree to be left out.
+
+        Args:
+            is_late: whether a seat that is not ready has had its time, so that it agrees
+        """
         if (cut.round, cut.parent) != (self.log.next_round, self.log.head) or cut.round not in self.closes:
             return
         present = self.work.round(cut.round)
         before = present.answer.cut
+        is_known = before is not None and cut.hash == before.hash
+        if is_known and self.me not in cut.seats and present.answer.said is None:
+            if is_late and not self._is_ready(present):
+                self._agree_to(cut, present)
+            return
         if before is not None and (cut.epoch, cut.attempt) <= (before.epoch, before.attempt):
             return
         own = next((part for part in cut.parts if part.seat == self.me), None)
         mine = self.part_of(cut.round)
         if own is None:
-            may_pass = not self._is_ready(present) or self._is_left_out_rightly(present, cut)
+            may_pass = (is_late and not self._is_ready(present)) or self._is_left_out_rightly(present, cut)
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
             if may_pass:
                 self._agree_to(cut, present)
-        elif mine is not None and set(own.brings) <= set(mine.brings) and self._is_sound(cut, present):
+        elif mine is not None and self._is_sound(cut, mine, present):
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
             present.answer.num_fair_cuts += 1
 
@@ -297,8 +305,12 @@ class Member:
         present.answer.said = self._sign(Pass(self.me, cut.epoch, cut.hash))
         present.answer.num_fair_cuts += 1
 
-    def _is_sound(self, cut: Cut, present: OpenRound) -> bool:
-        """Whether a cut is of the heads that this seat knows, and holds nothing that has counted."""
+    def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
+        """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
+        is_full = cut.holds(mine, self.ledger)
+        has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
+        if not (is_full and has_base and cut.is_within(self._context.most_weight)):
+            return False
         is_ours = cut.base[self.stage] == self.base(cut.round) and cut.root in ("", present.root or cut.root)
         is_repeating = self.ledger is not None and cut.is_repeating(self.ledger)
         return is_ours and not is_repeating and all(each.base in ((), cut.base) for each in cut.brings)
@@ -308,16 +320,13 @@ class Member:
 
         It was too slow, its accuser is left out as well, or most votes of the cut before accuse it.
         """
-        answer = present.answer
-        was_slow = answer.cut is not None and self.me in answer.cut.seats and answer.said is None
-        accusers = {
-            signed.body.author
-            for signed in cut.blamed
-            if self.me in signed.body.seats and answer.cut is not None and signed.body.cut == answer.cut.hash
-        }
-        epoch, before = self._context.epoch_of(cut.epoch), answer.cut
-        is_outvoted = epoch is not None and before is not None and epoch.is_quorum(accusers, before.seats)
-        return was_slow or bool(accusers - set(cut.seats)) or is_outvoted
+        before, epoch = present.answer.cut, self._context.epoch_of(cut.epoch)
+        if before is None or epoch is None:
+            return False
+        was_slow = self.me in before.seats and present.answer.said is None
+        about_it = (signed.body for signed in cut.blamed if signed.body.cut == before.hash)
+        accusers = {body.author for body in about_it if self.me in body.seats}
+        return was_slow or bool(accusers - set(cut.seats)) or epoch.is_quorum(accusers, before.seats)
 
     def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
         """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""
@@ -359,12 +368,9 @@ class Member:
 
     def look_whether_lost(self, evidence: Committed) -> bool:
         """Note that entries of this stage are gone, if an entry of another was computed from one that its log lacks."""
-        cut = evidence.entry.cut
-        epoch, lag = self._context.epoch_of(cut.epoch), self._context.lag
-        if epoch is None or cut.stage == self.stage or epoch.restart != self.log.restart:
-            return self.is_lost
-        if evidence.entry.is_agreed(evidence.agreement, epoch):
-            self.is_lost |= is_lacking(self.log, cut.base[self.stage], cut.round - lag)
+        epoch = self._context.epoch_of(evidence.entry.cut.epoch)
+        num_stages, lag = self._context.num_stages, self._context.lag
+        self.is_lost |= epoch is not None and self.log.lacks_what_made(evidence, epoch, num_stages, lag)
         return self.is_lost
 
     def take_log(self, log: Log, reign: EpochId) -> None:
@@ -402,7 +408,8 @@ class Member:
         """Go back with the run: all that belonged to the time before is void."""
         self.work.give_up(self.log.next_round)
         self.work.lost += self.work.guests.values()
-        self.log, self.state, self.ledger, self.reign = Log(self.stage, restart), "", None, None
+        self.log, self.state, self.ledger = Log(self.stage, restart), "", None
+        self.reign = self._newest_reign = None
         self.work.guests, self.closes, self.is_lost, self.granted = {}, {}, False, None
 
     # --- what it says
@@ -486,6 +493,8 @@ class Member:
         if self.stage == 0 and working is not None and self.wants_samples and not self.may_launch(1):
             done = num_windows(working.computed.samples)
             return ("grant", working.number, done) if done >= working.computed.claimed else None
+        if self.stage == 0 and working is not None and num_windows(working.computed.samples) >= self._context.batch:
+            return "close", working.number
         if present is None or self.is_behind or not self._is_ready(present):
             return None
         return "round", present.number, min(present.answer.num_fair_cuts, MAX_FAIR_CUTS)

@@ -50,6 +50,11 @@ from swarm_peer.protocol.statements import (
 KEPT_EPOCHS = 64
 # Epochs in one message; a seat that has missed more asks again.
 MAX_TOLD_EPOCHS = 64
+# A wish that its author has not repeated for so many times resend_s is none any more.
+WISHES_LAPSE = 8
+# Numbers of ballots grow no faster with time than these. One beyond all numbers would end all epochs.
+FIRST_BALLOTS = 64
+BALLOTS_PER_S = 200
 NO_BALLOT = Ballot(0, Seat("", 0, ""))
 
 
@@ -101,8 +106,10 @@ class Membership:
         self._chain = [first]
         self._past: dict[EpochId, Certified] = {}
         self._now_s = 0.0
+        self._ticked_s: float | None = None
         self._out: list[Sent] = []
         self._heard_s: dict[Seat, float] = {}
+        self._heard_anybody_s = 0.0
         self._next_alive_s = 0.0
         self._next_resend_s = 0.0
         self._begin_epoch()
@@ -110,7 +117,8 @@ class Membership:
     def _begin_epoch(self) -> None:
         """Forget all that was about the epoch before."""
         self._since_s = self._now_s
-        self._wishes: dict[tuple[object, ...], Signed[Wish]] = {}
+        # With the time at which each was heard last: its author repeats it for as long as it wishes so.
+        self._wishes: dict[tuple[object, ...], tuple[Signed[Wish], float]] = {}
         self._probed_s: dict[Seat, float] = {}
         self._promised = NO_BALLOT
         self._accepted: tuple[Ballot, Wishes] | None = None
@@ -172,14 +180,20 @@ class Membership:
         elif message.epoch > self.epoch.id:
             self._send(sender.peer, Fetch())
         else:
-            self._heard_s[sender] = now_s
-            self._probed_s.pop(sender, None)
+            self._heard_anybody_s = now_s
+            if sender in self.epoch.seats:
+                self._heard_s[sender] = now_s
+                self._probed_s.pop(sender, None)
             self._handle(sender, body)
         return self._take_out()
 
     def tick(self, now_s: float) -> list[Sent]:
         """Do what is due; returns what to send. To be called at least every half second."""
         self._now_s = now_s
+        if self._ticked_s is None or now_s > self._ticked_s + self.timing.silent_s:
+            # This process begins, or stood still: that it has heard nobody says nothing about the others.
+            self._since_s, self._heard_s = now_s, dict.fromkeys(self._heard_s, now_s)
+        self._ticked_s = now_s
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self.timing.alive_s
             for seat in self._watched():
@@ -201,10 +215,12 @@ class Membership:
             case Probe():
                 self._send(sender.peer, Alive())
             case Missing(seats) if is_voter:
+                # The word of others says less than what this voter has not heard itself.
+                later_s = self._now_s + self.timing.silent_s - self.timing.probe_s
                 for seat in sorted(seats & set(self.epoch.seats)):
-                    self._probed_s.setdefault(seat, self._now_s)
+                    self._probed_s.setdefault(seat, later_s)
             case Wanted(wish) if is_voter and self._may_wish(wish.body):
-                self._wishes[_subject(wish.body)] = wish
+                self._wishes[_subject(wish.body)] = wish, self._now_s
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
             case Promise(ballot, accepted) if ballot == self._ballot and sender in self.epoch.voters:
@@ -265,25 +281,29 @@ class Membership:
         if is_voter and (silent := self._silent()):
             own.append(Silent(self.me, epoch.id, silent))
         for wish in own:
-            signed = self._wishes.get(_subject(wish))
-            if signed is None or signed.body != wish:
-                signed = self._wishes[_subject(wish)] = self._sign(wish)
+            known = self._wishes.get(_subject(wish))
+            signed = known[0] if known is not None and known[0].body == wish else self._sign(wish)
+            self._wishes[_subject(wish)] = signed, self._now_s
             self._send_all(epoch.voters, Wanted(signed))
         if self._sign_as_key is not None and not self._hears_quorum(self._now_s - self.timing.silent_s):
             self._send_all(epoch.seats, Probe())  # before the key decides, everybody is asked
         if is_voter:
             for seat in self._probed_s:
                 self._send(seat.peer, Probe())
-        if self._probed_s:  # other voters may not watch them
-            self._send_all(epoch.voters, Missing(frozenset(self._probed_s)))
+        # Other voters may not watch them. Nobody repeats what others have said.
+        if missing := frozenset(self._probed_s) & set(self._watched()):
+            self._send_all(epoch.voters, Missing(missing))
+        lapsed_s = self._now_s - WISHES_LAPSE * self.timing.resend_s
+        self._wishes = {key: each for key, each in self._wishes.items() if each[1] >= lapsed_s}
 
     def _own_wishes(self) -> list[Signed[Wish]]:
         """The wishes that this voter would make the next epoch of, in an order that all know."""
-        return sorted(self._wishes.values(), key=lambda signed: repr((type(signed.body).__name__, signed.body.author)))
+        wishes = (signed for signed, _ in self._wishes.values())
+        return sorted(wishes, key=lambda signed: repr((type(signed.body).__name__, signed.body.author)))
 
     @property
     def _bodies(self) -> list[Wish]:
-        return [signed.body for signed in self._wishes.values()]
+        return [signed.body for signed, _ in self._wishes.values()]
 
     def _waits_for_offers(self) -> bool:
         """Whether a stage is lost, and some seats may yet say which snapshots they hold."""
@@ -313,7 +333,8 @@ class Membership:
         self._handle_prepare(self._ballot)
 
     def _handle_prepare(self, ballot: Ballot) -> None:
-        if ballot <= self._promised:
+        most = FIRST_BALLOTS + BALLOTS_PER_S * (self._now_s - self._since_s)
+        if ballot <= self._promised or ballot.number > most:
             return
         self._promised = ballot
         if ballot.proposer == self.me:
@@ -384,7 +405,7 @@ class Membership:
             return
         silent_s = self._now_s - self.timing.silent_s
         others = {seat for seat in self.epoch.seats if seat != self.me}
-        if others and all(at_s < silent_s for seat, at_s in self._heard_s.items() if seat != self.me):
+        if others and self._heard_anybody_s < silent_s:
             return
         coordinators = self.epoch.roster(COORDINATORS)
         rank = coordinators.index(self.me) if self.me in coordinators else len(coordinators)

@@ -31,6 +31,7 @@ class RoundContext:
 
     Attributes:
         batch, unit: samples of a round, and of a microbatch
+        most_weight: that one contribution may have, and samples
         lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
         averages: whether a round ends with an average
         is_rooted: whether all members tell the root of the state that a round begins with
@@ -43,6 +44,7 @@ class RoundContext:
     num_stages: int
     batch: int
     unit: int
+    most_weight: int
     lag: int
     averages: Callable[[int], bool]
     is_rooted: Callable[[int], bool]

@@ -478,17 +478,23 @@ def test_what_its_author_has_not_given_is_refused():
     anyio.run(run)
 
 
-def test_a_seat_holds_only_so_many_contributions_of_others(small_chunks):
+def test_a_seat_holds_only_so_many_contributions_of_others(small_chunks, monkeypatch):
+    monkeypatch.setattr(giving, "MAX_GUESTS", 1)
+
     async def run():
         hall = Hall()
         async with swarm(hall.work) as some:
             giver, taker = map(hall.rig, await two_mates(some))
+            hall.is_paused = True
             caller, me = giver.peer.identity.peer_id, giver.driver.member.me
-            for number in range(giving.MAX_GUESTS):
-                _, statement, data = given_by(giver, name=Name(me, 1000 + number))
-                await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
-            _, statement, data = given_by(giver, name=Name(me, 2000))
+            next_round = taker.driver.member.log.next_round
+            _, statement, data = given_by(giver, name=Name(me, next_round))
+            await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+            _, statement, data = given_by(giver, name=Name(me, next_round + 1))
             with pytest.raises(Busy, match="contributions of others"):
+                await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+            _, statement, data = given_by(giver, name=Name(me, next_round + 9))
+            with pytest.raises(NotServing, match="far from beginning"):
                 await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
 
     anyio.run(run)

@@ -34,7 +34,7 @@ class Desk:
         context = make_context(unparsed("0" * 32), random=FixedRandom(1))
         self.pool = SamplePool(context=context, reader=self.reader)
         self.context = RoundContext(
-            num_stages=1, batch=4, unit=1, lag=0, averages=lambda n: True, is_rooted=lambda n: False,
+            num_stages=1, batch=4, unit=1, most_weight=8, lag=0, averages=lambda n: True, is_rooted=lambda n: False,
             fills=lambda c: True, believed=lambda d: d.samples, epoch_of=lambda e: None,
             sign=lambda body: Signed(body, b""), timing=Timing(),
         )  # fmt: skip

@@ -113,6 +113,7 @@ class Agreement:
                 num_stages=rounds.num_stages,
                 batch=rounds.batch,
                 unit=rounds.unit,
+                most_weight=rounds.most_weight,
                 lag=rounds.lag,
                 averages=rounds.averages,
                 is_rooted=rounds.is_rooted,

@@ -48,7 +48,7 @@ class AverageFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Standing:
+class SeatWeights:
     """Where a seat stands: the weights that its rounds begin with.
 
     Attributes:
@@ -80,7 +80,7 @@ class Averager(Protocol):
 class Workplace(Protocol):
     """A stage's weights, gradient accumulator and microbatches."""
 
-    def open(self, number: int, standing: Standing) -> None:
+    def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
 
     def close(self) -> None:
@@ -191,6 +191,8 @@ class RoundDriver:
         # with the weights that it began with, while the core has come further.
         self._weights: tuple[Restart | None, str] = (None, "")
         self._ledgers: dict[str, Ledger] = {}
+        # The core's part that this driver works for: a seat that comes back has another one.
+        self._served: Member | None = None
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
 
@@ -223,8 +225,8 @@ class RoundDriver:
         """The step that the core asks for; None if there is none."""
         member = self.member
         if member is None:
-            return None
-        if self._weights[0] != member.log.restart:
+            return self._leave_place if self._served is not None else None
+        if self._served is not member or self._weights[0] != member.log.restart:
             return self._begin
         self._collect(member)
         self._note_ledger(member)
@@ -257,25 +259,31 @@ class RoundDriver:
 
     # --- from one entry to the next
 
+    async def _leave_place(self) -> None:
+        self._shut()
+        self._served = None
+
     async def _begin(self) -> None:
-        """Begin where the run begins, or begins anew."""
+        """Begin where the run begins, or begins anew, or with the state that was taken over for this place."""
         member = self._member()
         restart = member.log.restart
         self._shut()
         await self._workplace.discard()
         self._results.clear()
         self.updates.clear()
-        self.gradients.forget(restart.first_round)
+        self.gradients = NamedGradients()
+        self._served = member
         if member.state:  # a newcomer has taken it over before
             self._weights = restart, member.state
             return
+        self._served = None  # until it is done
         if not member.log.is_empty:
-            self._weights = restart, ""  # others have gone on already
+            self._weights, self._served = (restart, ""), member  # others have gone on already
             return
         ledger = await self._sources.begin(restart)
         if self.member is member and member.log.restart == restart:
             base = base_of(self._stage, restart)
-            self._weights = restart, base
+            self._weights, self._served = (restart, base), member
             member.reached(base, ledger)
 
     def _due(self, member: Member) -> Committed | None:
@@ -296,10 +304,12 @@ class RoundDriver:
         committed = self._due(member)
         if committed is None:
             return
-        entry = committed.entry
+        entry, restart = committed.entry, member.log.restart
         self._shut()
         await self._workplace.apply(self.updates[entry.hash])
-        self._weights = member.log.restart, entry.hash
+        if self._is_other(member, restart):
+            return
+        self._weights = restart, entry.hash
         self._drop_old_updates(member)
         if entry.cut.averages:
             self.gradients.forget(entry.cut.round + 1)
@@ -329,21 +339,36 @@ class RoundDriver:
     async def _catch_up(self) -> None:
         """Take over the updates that stage-mates have made, or a state."""
         member = self._member()
+        restart = member.log.restart
         self._shut()
         rounds = {head: number for number, head in member.log.heads().items()}
         try:
             for committed in member.log.since(rounds.get(member.state, member.log.next_round)):
                 if committed.entry.cut.averages:
                     self.updates[committed.entry.hash] = await self._sources.update(committed)
+                if self._is_other(member, restart):
+                    return
                 member.reached(committed.entry.hash)
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
             taken = await self._sources.state()
+            if self._is_other(member, restart):
+                return
             member.work.void_all()
-            self._weights = member.log.restart, taken.weights
+            self._weights = restart, taken.weights
             self.updates = dict(taken.updates)
             member.reached(taken.state, taken.ledger)
+
+    def _is_other(self, member: Member, restart: Restart) -> bool:
+        """Whether the seat has lost its place, or the run has gone back, while the device or the network was at work.
+
+        The weights are void then.
+        """
+        if self.member is member and member.log.restart == restart:
+            return False
+        self._served = None
+        return True
 
     # --- within a round
 
@@ -356,15 +381,16 @@ class RoundDriver:
             self._shut()
         else:
             if not self._member().work.open[to_open[0]].computed.weight:
-                # The accumulator may hold what came too late for the round before.
+                # The accumulator may hold what came too late for the round before, or what was given up.
                 await self._workplace.discard()
+                self.gradients.drop(Name(self._member().me, to_open[0]))
             self._opened = to_open
-            self._workplace.open(to_open[0], self._standing(self._member()))
+            self._workplace.open(to_open[0], self._seat_weights(self._member()))
 
-    def _standing(self, member: Member) -> Standing:
+    def _seat_weights(self, member: Member) -> SeatWeights:
         rounds = {head: number for number, head in member.log.heads().items()}
         entry = self._weights[1]
-        return Standing(member.log.restart, entry, rounds[entry], self._ledgers.get(entry))
+        return SeatWeights(member.log.restart, entry, rounds[entry], self._ledgers.get(entry))
 
     async def _void(self) -> None:
         member = self._member()
@@ -428,7 +454,9 @@ class RoundDriver:
             self._tasks.start_soon(self._average_cut, self._averaging)
 
     async def _average_cut(self, averaging: _Averaging) -> None:
-        member, cut = self._member(), averaging.cut
+        member, cut = self.member, averaging.cut
+        if member is None:
+            return
         with averaging.scope:
             own = next(part for part in cut.parts if part.seat == member.me)
             try:

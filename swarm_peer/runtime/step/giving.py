@@ -64,10 +64,12 @@ class Giving:
         self._driver = driver
         self._stage = stage
         self._shapes = list(shapes)
+        averaging = context.resolved.manifest.averaging
+        self._rounds_ahead = averaging.rounds_ahead + averaging.steps_per_average
         self._num_bytes = 4 * sum(shape.numel() for shape in shapes)
         # Statements of the contributions that this seat holds for others, so that it can give them on.
         self._signed: dict[Name, Signed[HandedOver]] = {}
-        self._arriving: dict[Name, _Arriving] = {}
+        self._arriving: dict[tuple[str, Name], _Arriving] = {}
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -134,30 +136,33 @@ class Giving:
         name = contribution.name
         if name.seat != given.body.author or contribution.weight < 0:
             raise InvalidMessage("a contribution that is not its author's")
+        epoch = self._agreement.core.membership.epoch_of(given.body.epoch)
+        if epoch is None or name.seat not in epoch.roster(self._stage):
+            raise NotServing("a contribution of somebody who had no place in the stage, as far as is known here")
         if name in self._driver.gradients.names and self._signed.get(name) == given:
             return Reply()
-        arriving = self._arrive(given)
+        arriving = self._arrive(caller, given)
         end = call.offset + len(tensors[1])
         if call.offset % CHUNK_BYTES or end != min(call.offset + CHUNK_BYTES, self._num_bytes):
             raise InvalidMessage(f"bytes {call.offset} to {end} are no chunk of {self._num_bytes}")
         arriving.data[call.offset : end] = torch.frombuffer(bytearray(tensors[1]), dtype=torch.uint8)
         arriving.offsets.add(call.offset)
         if arriving.offsets >= set(range(0, self._num_bytes, CHUNK_BYTES)):
-            await self._take(self._arriving.pop(name))
+            await self._take(self._arriving.pop((caller, name)))
         return Reply()
 
-    def _arrive(self, given: Signed[HandedOver]) -> _Arriving:
+    def _arrive(self, caller: str, given: Signed[HandedOver]) -> _Arriving:
         name, next_round = given.body.contribution.name, self._next_round()
-        if name.round < next_round:
-            raise NotServing(f"round {name.round} is over here")
-        self._arriving = {each: left for each, left in self._arriving.items() if each.round >= next_round}
+        if not next_round <= name.round <= next_round + self._rounds_ahead:
+            raise NotServing(f"round {name.round} is over here, or far from beginning")
+        self._arriving = {key: left for key, left in self._arriving.items() if key[1].round >= next_round}
         self._signed = {each: signed for each, signed in self._signed.items() if each.round >= next_round}
-        if name not in self._arriving:
+        if (caller, name) not in self._arriving:
             held = self._driver.gradients.names - {each for each in self._driver.gradients.names if self._is_own(each)}
             if len(self._arriving) + len(held) >= MAX_GUESTS:
                 raise Busy(f"{len(held)} contributions of others are held, and {len(self._arriving)} arrive")
-            self._arriving[name] = _Arriving(given, torch.empty(self._num_bytes, dtype=torch.uint8))
-        return self._arriving[name]
+            self._arriving[caller, name] = _Arriving(given, torch.empty(self._num_bytes, dtype=torch.uint8))
+        return self._arriving[caller, name]
 
     def _next_round(self) -> int:
         member = self._driver.member

@@ -58,6 +58,10 @@ class NamedGradients:
                 into.add_(mean, alpha=weight / total)
         return sums, total
 
+    def drop(self, name: Name) -> None:
+        """Hold a contribution no more, if it is held."""
+        self._held.pop(name, None)
+
     def forget(self, before: int) -> None:
         """Drop the contributions of rounds before one."""
         self._held = {name: held for name, held in self._held.items() if name.round >= before}

@@ -17,7 +17,7 @@ from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.agreed_states import digest_of, root_of
 from swarm_peer.runtime.step.contribution import contributions
-from swarm_peer.runtime.step.driver import Standing
+from swarm_peer.runtime.step.driver import SeatWeights
 from swarm_peer.wire.ledger_codec import encode_ledger
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class StageWorkplace:
         self._trainer = core.trainer
         self._updates = updates
 
-    def open(self, number: int, standing: Standing) -> None:
+    def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
         rounds = self._core.rounds
         step = StepState(
