@@ -60,8 +60,8 @@ def draw_samples(
         UserError: they cannot be read or are too short, or the run wants to read files here that it may not
     """
     num_samples = num_samples or manifest.training.validation_samples
+    check_tokenizer(manifest.data, data_dir)
     if files:
-        check_tokenizer(manifest.data, data_dir)
         if (samples := samples_of(manifest, _documents_of(files, manifest), num_samples, cache_dir)) is None:
             length = manifest.data.sequence_length
             raise UserError(f"--files have fewer tokens than one sample of {length + 1}: name more text")
