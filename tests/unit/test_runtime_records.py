@@ -570,7 +570,7 @@ def test_a_file_without_the_field_is_not_read_to_its_end(monkeypatch: pytest.Mon
     put("a.jsonl", "".join(LINES))
     (shard,) = open_shards(DataSection(dataset="json", files=("a.jsonl",), text_field="t", sequence_length=8), None)
     monkeypatch.setattr(shard, "_read", lambda: itertools.chain(((n, 9, b"{}") for n in range(10)), iter(int, 1)))
-    expected = r"line 0: data\.text_field='t' is no field of it.*, and so it is with all of the first 10 records; mend"
+    expected = r"line 0: it has no field 't', which .*; so it is with all of the first 10 records; mend"
     with pytest.raises(UserError, match=expected):
         check_shards(DataSection(dataset="json", files=("a.jsonl",), sequence_length=8), [shard])
 
