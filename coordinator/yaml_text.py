@@ -59,7 +59,8 @@ def parse_yaml(text: str) -> Any:
         return loader.construct_document(root)
     # Besides its own, PyYAML raises what Python does of values that are none: of the date 2026-13-45, of !!bool maybe.
     except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
-        raise UserError(f"this is no valid YAML: {' '.join(str(error).split())}") from error
+        remedy = "; indent with spaces, not with tabs" if r"character '\t'" in str(error) else ""
+        raise UserError(f"this is no valid YAML: {' '.join(str(error).split())}{remedy}") from error
 
 
 def _repeated(node: Node, path: tuple[str, ...], seen: set[Node]) -> Iterator[tuple[tuple[str, ...], int, int]]:

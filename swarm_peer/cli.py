@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from math import inf
+from types import FrameType
 from typing import Annotated, Any
 
 from cyclopts import App, ConsumeMultipleError, CycloptsError, MissingArgumentError, Parameter
@@ -78,7 +79,13 @@ def main(*, options: Annotated[PeerOptions, Parameter(name="*")]) -> None:
 
 def _exit_on_sigterm() -> None:
     """Exit at once on SIGTERM, until the peer takes part in the run and has something to hand over."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        # A second one, such as that which `timeout` sends to the group, would interrupt the end with a traceback.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def on_one_line(text: str) -> str:
@@ -165,6 +172,7 @@ def _log_warning(
 
 def configure_logging(level: str) -> None:
     """Log to stderr as `time level event key=value`; other libraries log errors alone, and show no bars in a file."""
+    logging.addLevelName(logging.WARNING, "WARN")  # as hivemind does, when it is imported: so from the first line on
     handler = logging.StreamHandler(sys.stderr)
     as_lines(handler, level.upper())
     logging.basicConfig(level=level.upper(), handlers=[handler])

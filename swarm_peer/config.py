@@ -333,7 +333,7 @@ class RunManifest(Section):
         if self.schedule.warmup_steps > self.training.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than "
-                f"training.steps={self.training.steps}: lower it"
+                f"training.steps={self.training.steps}: set it to {self.training.steps} at most"
             )
         return self
 

@@ -35,6 +35,8 @@ def describe(
         if kind == "too_short" and value and len(errors) > 1:
             continue  # it counts without the values that have errors of their own
         message = _MESSAGES.get(kind, item["msg"]).removeprefix("Value error, ")
+        if kind == "string_type" and value is None:
+            message = "expected text: give some, or leave it out"
         message = _PATTERNS.get(item.get("ctx", {}).get("pattern", ""), message)
         if kind == "extra_forbidden":
             message += suggestion(str(place[-1]), _keys_beside(model, place))

@@ -60,8 +60,8 @@ def draw_samples(
         UserError: they cannot be read or are too short, or the run wants to read files here that it may not
     """
     num_samples = num_samples or manifest.training.validation_samples
+    check_tokenizer(manifest.data, data_dir)
     if files:
-        check_tokenizer(manifest.data, data_dir)
         if (samples := samples_of(manifest, _documents_of(files, manifest), num_samples, cache_dir)) is None:
             length = manifest.data.sequence_length
             raise UserError(f"--files have fewer tokens than one sample of {length + 1}: name more text")
@@ -69,8 +69,8 @@ def draw_samples(
     # Somebody else wrote the manifest, and the text that is read goes to strangers.
     if (path := forbidden_path(manifest, data_dir)) is not None:
         raise UserError(
-            f"the run's held-out text is in {path}: allow it to be read from this machine with --data-dir FOLDER, or "
-            f"name a text of your own with --files"
+            f"the run's held-out text is in {path.resolve()}: allow it to be read from this machine with --data-dir "
+            f"FOLDER, which is that folder or one above it, or name a text of your own with --files"
         )
     return validation_samples(manifest, num_samples, cache_dir)
 

@@ -25,6 +25,7 @@ from coordinator.watch.observer import temporary_node
 from coordinator.watch.run_file import run_file_written
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
+from swarm_peer.model.pretrained import ModelSource
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.bootstrap import Entrance
@@ -66,10 +67,17 @@ def run_local(
     with closing(lock_folder(options.output)):
         if not options.resume:
             check_not_begun(options.output)
+            check_weights(manifest)
             if options.plan.store is not None:
                 options.plan.store.check_empty()
         spare_imports()
         return run_loop(_run, resolved, peers_by_stage, devices, options, log_to, restart)
+
+
+def check_weights(manifest: RunManifest) -> None:
+    """Check that a pretrained model's folder has weights, since no peer could begin without them. Raises UserError."""
+    if (name := manifest.model.pretrained) is not None and (source := ModelSource(name)).folder is not None:
+        source.files_by_tensor()
 
 
 def check_counts(manifest: RunManifest, peers_by_stage: Sequence[int]) -> Sequence[int]:

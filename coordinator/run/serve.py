@@ -293,8 +293,10 @@ async def _serve(service: RunService, options: RunOptions) -> None:
             store = None if service.ended == FINISHED else options.plan.store
             if store is not None and (newest := await to_thread.run_sync(store.newest, service.manifest)):
                 step, path, made = newest.optimizer_step, newest.address, service.watch.optimizer_step
+                and_with = ", without --standby and --initial-peers, and with" if options.standby else " and"
                 print(
-                    f"Go on from optimizer step {step} of {made} with the same command and --resume {path}", flush=True
+                    f"Go on from optimizer step {step} of {made} with the same command{and_with} --resume {path}",
+                    flush=True,
                 )
                 if 0 < options.plan.every < made - step:
                     print("A coordinator that has acted meanwhile may have a newer one in its own OUTPUT.", flush=True)

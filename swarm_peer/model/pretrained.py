@@ -197,8 +197,8 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
     folder = ModelSource(manifest.model.pretrained).folder
     if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
         raise UserError(
-            f"the run wants to begin with the weights in {folder} on this machine: put the model there, and allow it "
-            f"with --data-dir FOLDER"
+            f"the run wants to begin with the weights in {folder.resolve()} on this machine: put the model there, and "
+            f"allow it with --data-dir FOLDER, which is that folder or one above it"
         )
 
 

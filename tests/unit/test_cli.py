@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -140,7 +141,7 @@ def test_a_warning_of_python_is_a_line_of_our_log_once(stderr):
         for _ in range(3):
             warnings.warn("look\nout", UserWarning, stacklevel=1)
     (line,) = stderr.getvalue().splitlines()
-    assert re.search(r" WARN(ING)? python_warning category=UserWarning place=.*test_cli\.py:\d+ text=look\\nout$", line)
+    assert re.search(r" WARN python_warning category=UserWarning place=.*test_cli\.py:\d+ text=look\\nout$", line)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -151,6 +152,18 @@ def test_bars_are_drawn_on_terminals_alone(is_terminal, stderr, monkeypatch):
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
     swarm_peer.cli.configure_logging("info")
     assert [os.environ.get(name) for name in BARS] == [None if is_terminal else "1"] * 3
+
+
+def test_a_second_sigterm_ends_a_peer_at_once_and_without_a_traceback():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        swarm_peer.cli._exit_on_sigterm()
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(signal.SIGTERM)
+        assert caught.value.code == 0
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_traceback_has_lines_of_its_own_and_none_that_looks_like_the_log(stderr):

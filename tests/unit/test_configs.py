@@ -89,7 +89,7 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("training.max_grad_norm=0", "training.max_grad_norm: Input should be greater than 0 (got 0)"),
         (
             "schedule.warmup_steps=1000000",
-            "schedule.warmup_steps=1000000 is more than training.steps=300: lower it",
+            "schedule.warmup_steps=1000000 is more than training.steps=300: set it to 300 at most",
         ),
         ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd' or 'adamw_8bit' (got 'adam')"),
         ("optimizer.lr=0.1", "optimizer.lr: unknown key: remove it or correct its spelling"),
@@ -123,6 +123,7 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("model.share_layers=yes", "model.share_layers: expected true or false, not 'yes'"),
         ("data.files=a.txt", "data.files: expected a list, such as [a, b] (got 'a.txt')"),
         ("data.split=5", "data.split: expected text: put it into quotes (got 5)"),
+        ("data.tokenizer=null", "data.tokenizer: expected text: give some, or leave it out (got None)"),
         ("schedule=", "schedule: expected keys with values: give some, or leave it out (got None)"),
         (
             "optimizer={name: adamw, learning_rate: 0,001}",

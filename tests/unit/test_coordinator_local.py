@@ -161,6 +161,18 @@ def test_no_run_begins_anew_where_one_has_begun(tmp_path, monkeypatch, has_check
     assert len(ran) == 2
 
 
+def test_a_folder_without_weights_is_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "run_loop", lambda *_: pytest.fail("the run has begun"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    manifest = MANIFEST.model_copy(update={"model": MANIFEST.model.model_copy(update={"pretrained": str(folder)})})
+    with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
+        local.check_weights(manifest)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(UserError, match="a pointer of Git LFS"):
+        local.run_local(manifest, [1], ("cpu",), RunOptions(output=tmp_path / "run"))
+
+
 def test_no_run_begins_anew_with_the_checkpoints_of_another(tmp_path, monkeypatch):
     (tmp_path / "elsewhere" / "step-00000200").mkdir(parents=True)
     ran = []

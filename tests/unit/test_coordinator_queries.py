@@ -134,7 +134,7 @@ def test_files_are_read_by_their_format(tmp_path, name, content):
     [
         ("a.txt", bytes(range(256)) * 9, "it is binary"),
         ("a.txt", "Grüße und Küsse".encode("latin-1"), "it is text in another encoding"),
-        ("a.jsonl", b'{"body": "x"}', "'text' is no field of it: it has body"),
+        ("a.jsonl", b'{"body": "x"}', "it has no field 'text', which data.text_field names, but body"),
         ("a.txt", b"", "empty"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_run_reads_no_files_here_that_it_may_not(tmp_path):
         data={"sequence_length": LENGTH, "dataset": "text", "files": (str(path),)},
     )
     for data_dir in (None, tmp_path / "public"):
-        with pytest.raises(UserError, match="allow it to be read from this machine with --data-dir"):
+        with pytest.raises(UserError, match="read from this machine with --data-dir FOLDER, which is that"):
             draw_samples(manifest, 1, data_dir=data_dir)
     assert len(draw_samples(manifest, 1, data_dir=tmp_path)) == 1
 
@@ -163,7 +163,7 @@ def test_a_run_reads_no_tokenizer_here_that_it_may_not(tmp_path):
     data = {"sequence_length": LENGTH, "tokenizer": str(tmp_path)}
     manifest = make_manifest(model={"config": MANIFEST.model.config}, data=data)
     for files in ((), (path,)):
-        with pytest.raises(UserError, match=r"this machine.*--data-dir"):
+        with pytest.raises(UserError, match=r"wants to read the tokenizer .* on this machine.*--data-dir"):
             draw_samples(manifest, 1, files)
         with pytest.raises(UserError, match=r"vocabulary|cannot load data\.tokenizer"):
             draw_samples(manifest, 1, files, data_dir=tmp_path)

@@ -296,6 +296,8 @@ async def test_who_has_ended_a_run_learns_where_a_newer_checkpoint_may_be(
     said = capsys.readouterr().out
     assert f"Go on from optimizer step 50 of {made} with the same command and --resume CHECKPOINT\n" in said
     assert ("may have a newer one in its own OUTPUT" in said) is is_behind
+    await serve._serve(service, RunOptions(output=Path("run"), plan=CheckpointPlan(store, every=50), standby=True))
+    assert "same command, without --standby and --initial-peers, and with --resume CHECK" in capsys.readouterr().out
 
 
 def test_a_run_that_is_ended_without_a_coordinator_is_over_in_its_folder(tmp_path: Path) -> None:

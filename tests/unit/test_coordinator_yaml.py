@@ -76,6 +76,7 @@ def test_spaces_before_the_key_of_a_setting_do_not_matter() -> None:
         ("a: {b: [{c: 1, c: 1}]}", r"a\.b\.0\.c stands twice, in line 1"),
         ("a: [", "this is no valid YAML"),
         ("a: b: c", "this is no valid YAML"),
+        ("a:\n\tb: c", r"this is no valid YAML: .* line 2, column 1.*; indent with spaces, not with tabs"),
         ("2026-13-45", "this is no valid YAML: month"),
         ("\0", "this is no valid YAML: unacceptable character"),
         ("!!python/object:os.system x", "this is no valid YAML"),

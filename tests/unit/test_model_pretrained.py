@@ -429,8 +429,16 @@ def test_a_peer_reads_folders_inside_of_its_data_dir_only(tmp_path):
     check_pretrained(manifest, tmp_path / "data")
     check_pretrained(manifest, tmp_path / "data" / "model")
     for data_dir in (None, tmp_path / "data" / "other", tmp_path / "dat"):
-        with pytest.raises(UserError, match=r"wants to begin with the weights in .*model on this machine.*--data-dir"):
+        message = r"wants to begin with the weights in .*model on this machine.*--data-dir FOLDER, which is"
+        with pytest.raises(UserError, match=message):
             check_pretrained(manifest, data_dir)
+
+
+def test_a_folder_that_is_meant_from_elsewhere_is_told_as_it_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manifest = RunManifest.model_construct(model=ModelSection(pretrained="./model"))
+    with pytest.raises(UserError, match=f"the weights in {tmp_path}/model on this machine"):
+        check_pretrained(manifest, tmp_path / "data")
 
 
 @pytest.mark.parametrize("name", ["/data/../etc/model", "~/model", "../model", "a/../../b"])

@@ -32,7 +32,7 @@ def test_a_boast_is_capped_by_the_typical_peer() -> None:
     view = view_of(("a", 0, 4.0), ("b", 1, 1e12), ("c", 1, 2.0), ("d", 0, 4.0))
     result, findings = believed(view, COSTS, 0.0)
     assert speeds_of(result) == speeds_of(view) | {"b": OUTLIER * 4.0 / 2.0}
-    assert [finding.peer_id for finding in findings] == ["b"]
+    assert [finding.subject for finding in findings] == ["peer=b"]
     assert findings[0].reason == "announces 1e+12 samples/s; more than 40 is not believed"
 
 
@@ -40,8 +40,8 @@ def test_a_stage_does_what_it_was_seen_to_do() -> None:
     view = view_of(("a", 0, 10.0), ("b", 1, 1.0), ("c", 1, 3.0))
     result, findings = believed(view, COSTS, 8.0)
     assert speeds_of(result) == {"a": 10.0, "b": 2.0, "c": 6.0}
-    assert [(finding.peer_id, finding.reason) for finding in findings] == [
-        ("", "stage 1 announces 4 samples/s, and 8 pass through it")
+    assert [(finding.subject, finding.reason) for finding in findings] == [
+        ("stage=1", "its peers announce 4 samples/s, and 8 pass through it")
     ]
     assert believed(view, COSTS, 4.0 * TOLERANCE)[1] == ()
 

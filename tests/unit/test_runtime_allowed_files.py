@@ -82,7 +82,7 @@ def test_a_tokenizer_is_held_to_the_data_dir_as_well(home: Path, tokenizer: str)
         check_tokenizer(manifest.data, data_dir)
     for other in (None, home / "pub", home / "public" / "sub"):
         for check in (check_data_files, lambda it, path: check_tokenizer(it.data, path)):
-            with pytest.raises(UserError, match=r"the run wants to read .* on this machine: .* --data-dir"):
+            with pytest.raises(UserError, match=r"the run wants to read .* on this machine: .* FOLDER, which is"):
                 check(manifest, other)
 
 

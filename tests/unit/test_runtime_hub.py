@@ -92,7 +92,7 @@ def test_a_data_set_of_the_hub(kind: str, hub: type[Hub], tmp_path: Path) -> Non
             pq.write_table(pa.table({"text": TEXTS[20 * part :][:20], "other": other}), sink)
             hub.content[f"{part}.parquet"] = sink.getvalue().to_pybytes()
     assert read(tmp_path, f"swarm/{kind}") == TEXTS
-    with pytest.raises(UserError, match=r"'body' is no field of it: it has .*text; choose one of them"):
+    with pytest.raises(UserError, match=r"it has no field 'body', .*, but .*text: set data\.text_field to one of them"):
         read(tmp_path, f"swarm/{kind}", text_field="body")
     with pytest.raises(HubFailed, match=r"Bad split: .?test.*check its name, subset and split"):
         read(tmp_path, f"swarm/{kind}", split="test")

@@ -161,7 +161,7 @@ def test_a_delimiter_that_is_not_the_comma_is_recognised() -> None:
         for start in ("", "\ufeff", "\n\r\n", f"sep={delimiter}\r\n", f'"sep={delimiter}"\n'):
             assert read(put(name, start + rows)) == TEXTS
     put("a.csv", "id;text\n1;a, b\n")
-    with pytest.raises(UserError, match="it has id, text; choose one of them"):
+    with pytest.raises(UserError, match=r"it has no field 'id;text', which data\.text_field names, but id, text: set"):
         read("a.csv", text_field="id;text")
     assert read(put("a.csv", "a;b;c,text\n1,x;y\n")) == ["x;y"]
 
@@ -374,16 +374,16 @@ def test_empty_parts_are_passed_over() -> None:
             gzip.compress(b"{}", mtime=0)[:10] + b"\xff" * 99,
             r"a\.jsonl\.gz: Error -3 while decompressing",
         ),
-        ("a.jsonl", "{nope\n" * 99, r"line 1: it is no JSON .*, and no other record can be used; mend the file, or"),
+        ("a.jsonl", "{nope\n" * 99, r"line 1: it is no JSON .*; no other record can be used, either; mend"),
         (
             "a.jsonl",
             '{"body": "x", "id": 1}\n' * 9,
-            r"line 1: data\.text_field='text' is no field of it: it has bod",
+            r"line 1: it has no field 'text', which data\.text_field names, but body, id: set data\.text_field to one",
         ),
-        ("a.json", '[{"body": "x"}]', r"record 1: data\.text_field='text' is no field of it: it has body; choose"),
-        ("a.json", '{"data": [{"text": "x"}]}', r"line 1: .* is no field of it: it has data; choose one of them; mend"),
+        ("a.json", '[{"body": "x"}]', r"record 1: it has no field 'text', .*, but body: set data\.text_field to"),
+        ("a.json", '{"data": [{"text": "x"}]}', r"line 1: it has no .*, but data: set .* to one of them; mend"),
         ("a.json", "[oops]", r"a\.json: the next record is no JSON, or cut off \(Expecting value\)"),
-        ("a.csv", "id;body\n1;a\n", r"data\.text_field='text' is no field of it: it has body, id; choose"),
+        ("a.csv", "id;body\n1;a\n", r"a\.csv: it has no field 'text', .*, but body, id: set data\.text_field to"),
         ("a.csv", 'id,"text\n1,a\n', r"a\.csv: line 1: it is no row \(.*\): a cell that begins with a quote"),
         ("a.csv", "text\n" + "a, b\n" * 9, r"line 2: it has 2 cells, and the first line 1; .* no other record can"),
         ("a.parquet", '{"text": "no table"}', r"a\.parquet: Parquet magic bytes not found"),
@@ -414,7 +414,7 @@ def test_a_column_without_text_is_an_error_that_says_what_it_holds(column: pa.Ar
     pq.write_table(pa.table({"text": column, "body": ["x"], "raw": [b"x"], "n": [1]}), "b.parquet")
     with pytest.raises(UserError, match=r"holds .+, not text: choose one of body, raw; mend"):
         read("b.parquet")
-    with pytest.raises(UserError, match=r"data\.text_field='body' is no field of it: it has other, text"):
+    with pytest.raises(UserError, match=r"it has no field 'body', which data\.text_field names, but other, text"):
         read("a.parquet", text_field="body")
 
 
@@ -570,7 +570,7 @@ def test_a_file_without_the_field_is_not_read_to_its_end(monkeypatch: pytest.Mon
     put("a.jsonl", "".join(LINES))
     (shard,) = open_shards(DataSection(dataset="json", files=("a.jsonl",), text_field="t", sequence_length=8), None)
     monkeypatch.setattr(shard, "_read", lambda: itertools.chain(((n, 9, b"{}") for n in range(10)), iter(int, 1)))
-    expected = r"line 0: data\.text_field='t' is no field of it.*, and so it is with all of the first 10 records; mend"
+    expected = r"line 0: it has no field 't', which .*; so it is with all of the first 10 records; mend"
     with pytest.raises(UserError, match=expected):
         check_shards(DataSection(dataset="json", files=("a.jsonl",), sequence_length=8), [shard])
 

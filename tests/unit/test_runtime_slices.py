@@ -439,6 +439,8 @@ def test_a_name_is_no_folder_that_happens_to_be_here(tmp_path: Path, monkeypatch
     with pytest.raises(UserError, match=rf"there is a folder of that name here: write \./{tmp_path.name} if you mean"):
         validation_samples(manifest(dataset=tmp_path.name), 4)
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"there is a file of that name here: write \./data\.csv if you mean the file"):
+        validation_samples(manifest(dataset="data.csv"), 4)
     with pytest.raises(UserError, match=r"'xml' leads to .*data\.csv, outside of that data set"):
         validation_samples(manifest(dataset="xml"), 4)
 
@@ -472,7 +474,7 @@ def test_the_card_of_a_data_set_leads_nowhere_else(tmp_path: Path, file: str) ->
         ({"dataset": "text", "files": ["TMP/single.text"]}, r"has 1 distinct document.*one to hold out"),
         (
             {"dataset": "json", "files": ["TMP/good.json"], "text_field": "body"},
-            r"good\.json: line 1: data\.text_field='body' is no field.*it has other, text.*mend the file",
+            r"good\.json: line 1: it has no field 'body', .* but other, text: set .*mend the file",
         ),
         (
             {"dataset": "json", "files": ["TMP/good.json"], "text_field": "other"},

@@ -108,9 +108,9 @@ class LiveRebalancer:
         # Samples that former peers have done say nothing of those that are here now.
         is_theirs = seconds > 0 and now_s - self._serving_since_s > seconds + SETTLING_S
         view, findings = believed(view, self._params.stage_costs, delivered / seconds if is_theirs else 0.0)
-        disbelieved = frozenset(finding.peer_id or finding.reason[:10] for finding in findings)
+        disbelieved = frozenset(finding.subject for finding in findings)
         if disbelieved - self._disbelieved:
-            notes += [Note(f"speed_not_believed peer={f.peer_id} reason={f.reason}", is_warning=True) for f in findings]
+            notes += [Note(f"speed_not_believed {f.subject} reason={f.reason}", is_warning=True) for f in findings]
         self._disbelieved = disbelieved
         self._observe_members(view, now_s)
         return notes + (self._decide(view, now_s) if self._is_time(view, delivered > 0, now_s) else [])

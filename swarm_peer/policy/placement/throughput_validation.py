@@ -49,10 +49,10 @@ class Finding:
     """An announced speed that is not believed.
 
     Attributes:
-        peer_id: the peer that announces it; empty if it is the speed of a whole stage
+        subject: `peer=ID`, or `stage=K` if it is the speed of a whole stage
     """
 
-    peer_id: str
+    subject: str
     reason: str
 
 
@@ -82,12 +82,12 @@ def believed(
         if peer.samples_per_s > most:
             speeds[peer.peer_id] = most
             reason = f"announces {peer.samples_per_s:.3g} samples/s; more than {most:.3g} is not believed"
-            findings.append(Finding(peer.peer_id, reason))
+            findings.append(Finding(f"peer={peer.peer_id}", reason))
     for stage in range(view.num_stages):
         announced = sum(speeds[peer.peer_id] for peer in view.in_stage(stage) if peer.state is PeerState.SERVING)
         if 0 < announced * TOLERANCE < delivered_per_s:
-            reason = f"stage {stage} announces {announced:.3g} samples/s, and {delivered_per_s:.3g} pass through it"
-            findings.append(Finding("", reason))
+            reason = f"its peers announce {announced:.3g} samples/s, and {delivered_per_s:.3g} pass through it"
+            findings.append(Finding(f"stage={stage}", reason))
             for peer in view.in_stage(stage):
                 scaled = speeds[peer.peer_id] * (delivered_per_s / announced)
                 speeds[peer.peer_id] = min(scaled, limit / stage_costs[stage])

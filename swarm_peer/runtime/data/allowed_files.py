@@ -67,7 +67,8 @@ def check_tokenizer(section: DataSection, data_dir: Path | None) -> None:
     folder = local_tokenizer(section)
     if folder is not None and not _is_within(folder, data_dir):
         raise UserError(
-            f"the run wants to read the tokenizer {folder} on this machine: allow it with --data-dir FOLDER"
+            f"the run wants to read the tokenizer {folder.resolve()} on this machine: allow it with --data-dir FOLDER, "
+            f"which is that folder or one above it"
         )
 
 

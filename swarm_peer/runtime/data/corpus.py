@@ -22,7 +22,7 @@ from pathlib import Path
 
 from swarm_peer.config import DataSection
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.data.files import describe_left_out, find_data, local_folder
+from swarm_peer.runtime.data.files import describe_left_out, find_data, kind_of, local_folder
 from swarm_peer.runtime.data.hub import open_dataset
 from swarm_peer.runtime.data.records import cut
 from swarm_peer.runtime.data.shards import RecordShard, Shard, shard_of
@@ -53,14 +53,21 @@ def open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
     if section.dataset == "embedded":
         return _embedded_shards()
     folder = local_folder(section)
-    if folder is None and not section.files and os.path.isdir(section.dataset):  # `datasets` would read this folder
+    if folder is None and not section.files and (here := _namesake(section.dataset)):
         raise UserError(
-            f"data.dataset={section.dataset!r} is the name of a hub data set, and there is a folder of that name here: "
-            f"write ./{section.dataset} if you mean the folder, or start the peer from another folder"
+            f"data.dataset={section.dataset!r} is the name of a hub data set, and there is a {here} of that name here: "
+            f"write ./{section.dataset} if you mean the {here}, or start this in another folder"
         )
     if _is_found_here(section):
         return [shard_of(file, section.text_field) for file in find_data(section).files]
     return open_dataset(section, folder, cache_dir)
+
+
+def _namesake(dataset: str) -> str | None:
+    """`folder` or `file` if one here has the name of a data set on the hub, and might be meant or read in its place."""
+    if os.path.isdir(dataset):
+        return "folder"  # which `datasets` would read
+    return "file" if kind_of(dataset) is not None and os.path.isfile(dataset) else None
 
 
 def check_shards(section: DataSection, shards: Sequence[Shard]) -> None:

@@ -131,8 +131,9 @@ def cut(text: str) -> Iterator[str]:
 
 def no_such_field(field: str, others: Iterable[str]) -> str:
     """The reason for which a record or a table is not read that has other fields."""
-    names = ", ".join(sorted(map(str, others))[:20]) or "none"
-    return f"data.text_field={field!r} is no field of it: it has {names}; choose one of them"
+    names = ", ".join(sorted(map(str, others))[:20])
+    remedy = f", but {names}: set data.text_field to one of them" if names else ""
+    return f"it has no field {field!r}, which data.text_field names{remedy}"
 
 
 def _check_field(field: str, names: Sequence[str]) -> None:

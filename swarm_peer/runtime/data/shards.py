@@ -91,12 +91,12 @@ class RecordShard:
             if num_problems == MOST_TRIED:
                 raise _Hopeless
 
-        others = ", and no other record can be used"
+        others = "; no other record can be used, either"
         try:
             if next(self._documents(0, 1, note), None) is not None or not problem:
                 return None
         except _Hopeless:
-            others = f", and so it is with all of the first {MOST_TRIED} records"
+            others = f"; so it is with all of the first {MOST_TRIED} records"
         return UserError(
             f"cannot read {self._name}: {problem}{others if num_problems > 1 else ''}; mend the file, or leave it out"
         )
