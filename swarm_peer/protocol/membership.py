@@ -116,7 +116,7 @@ class Membership:
 
     def _begin_epoch(self) -> None:
         """Forget all that was about the epoch before."""
-        self._since_s = self._now_s
+        self._since_s = self._wanted_since_s = self._now_s
         # With the time at which each was heard last: its author repeats it for as long as it wishes so.
         self._wishes: dict[tuple[object, ...], tuple[Signed[Wish], float]] = {}
         self._probed_s: dict[Seat, float] = {}
@@ -397,7 +397,7 @@ class Membership:
     # --- the run key
 
     def _look_whether_the_key_decides(self) -> None:
-        """Make an epoch of a new term where the voters have been gone for long, and this process holds the run key.
+        """Make an epoch of a new term where voters are gone for long, or choose none, if this process has the run key.
 
         One that hears nobody, where somebody has a seat, is cut off itself, or nobody is there to go on.
         """
@@ -410,11 +410,12 @@ class Membership:
         coordinators = self.epoch.roster(COORDINATORS)
         rank = coordinators.index(self.me) if self.me in coordinators else len(coordinators)
         wait_s = self.timing.key_s * (1 + rank)
-        if self._now_s < self._since_s + wait_s or self._hears_quorum(self._now_s - wait_s):
+        if next_epoch(self.epoch, self._bodies, self.rules) is None:
+            self._wanted_since_s = self._now_s
+        is_blocked = self._now_s >= self._wanted_since_s + wait_s
+        if self._now_s < self._since_s + wait_s or (self._hears_quorum(self._now_s - wait_s) and not is_blocked):
             return
-        silent = frozenset(
-            seat for seat in self.epoch.seats if seat != self.me and self._heard_s.get(seat, 0.0) < silent_s
-        )
+        silent = frozenset(seat for seat in others if self._heard_s.get(seat, 0.0) < silent_s)
         new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
         successor = next_epoch(self.epoch, self._bodies, self.rules, new_id=new_id, silent=silent)
         assert successor is not None

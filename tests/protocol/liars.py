@@ -14,6 +14,7 @@ from checks import Violation
 from cluster import Process
 from world import World
 
+from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.epochs import COORDINATORS
 from swarm_peer.protocol.log import Close, Committed, Contribution, Cut, Entry, Have, Name, Part, Pass
 from swarm_peer.protocol.messages import (
@@ -27,13 +28,14 @@ from swarm_peer.protocol.messages import (
     Head,
     Message,
     Missing,
+    Prepare,
     Ready,
     Said,
     Sent,
     Status,
     Wanted,
 )
-from swarm_peer.protocol.statements import Seat, Signed, Silent, Stuck
+from swarm_peer.protocol.statements import Ballot, Seat, Signed, Silent, Stuck
 
 FAR = 1 << 20
 
@@ -241,7 +243,41 @@ class CutsTwice(Liar):
         return [message]
 
 
+class HugeNumbers(Liar):
+    """Whatever it counts, asks for, brings or numbers is beyond all reason."""
+
+    def change(self, body: Any) -> Any:
+        """See Liar."""
+        huge = 1 << 61
+        if isinstance(body, Counted):
+            wants = replace(body.wants, samples=huge, claimed=huge, slices=huge)
+            return replace(body, done=self.sign(replace(body.done.body, samples=huge)), wants=wants)
+        if isinstance(body, Prepare):
+            return Prepare(Ballot(huge, body.ballot.proposer))
+        if isinstance(body, Ready):
+            brings = (
+                Contribution(Name(self.me, body.round), huge, (), ()),
+                Contribution(Name(self.me, 0), 1, (), ()),
+                Contribution(Name(self.me._replace(life=99), body.round), 1, (WindowRange(0, 0, 0, huge),), ()),
+            )
+            return replace(body, part=Part(self.me, (*body.part.brings, *brings)))
+        return body
+
+
+class FalseReigns(Liar):
+    """As a leader, it leads since an epoch that is to come, or one that is long over."""
+
+    def change(self, body: Any) -> Any:
+        """See Liar."""
+        if isinstance(body, Entries):
+            number = self.world.random.choice((0, 1 << 30))
+            return replace(body, reign=body.reign._replace(number=number))
+        return body
+
+
 KINDS: tuple[type[Liar], ...] = (
+    HugeNumbers,
+    FalseReigns,
     FalseCounts,
     FalseReceipts,
     EndsRounds,
