@@ -27,6 +27,7 @@ from swarm_peer.config import RunManifest, looks_like_a_path
 from swarm_peer.errors import UserError, check_letters, first_line, machine_fault
 from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 from swarm_peer.model.families import Family
+from swarm_peer.model.parameters import replace_parameter
 
 log = logging.getLogger(__name__)
 
@@ -220,10 +221,8 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
             raise source.error(f"lacks {file_name}, where {INDEX_FILE} says that tensors are: download it")
         with source.opened(file_name, path) as content:
             for name in names:
-                owner, _, key = name.rpartition(".")
-                parameter = module.get_parameter(name)
-                values = _read(content, stored_names[name], parameter.shape, file_name, source)
-                module.get_submodule(owner).register_parameter(key, nn.Parameter(values, parameter.requires_grad))
+                shape = module.get_parameter(name).shape
+                replace_parameter(module, name, _read(content, stored_names[name], shape, file_name, source))
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])
