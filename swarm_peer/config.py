@@ -90,6 +90,9 @@ class AdapterSection(Section):
     """train the length of each of the base's rows as well (DoRA): better at low ranks, and slower"""
     targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
     """which matrices of each layer have adapters: all-linear, or names such as q_proj or self_attn.q_proj"""
+    begin_with: Name | None = None
+    """adapters to go on from: a folder of PEFT's or a hub name, perhaps with @REVISION; the settings above follow from
+    it, and may be left out. If not given, new adapters, which change nothing until the first update"""
 
     @model_validator(mode="after")
     def _has_targets(self) -> AdapterSection:

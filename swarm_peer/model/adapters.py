@@ -7,7 +7,7 @@ stages together are those of the whole model, however it is cut, and each begins
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,8 @@ from swarm_peer.config import AdapterSection
 from swarm_peer.config_errors import suggestion
 from swarm_peer.errors import UserError
 from swarm_peer.model.families import Family
-from swarm_peer.model.parameters import replace_parameter, seeded
-from swarm_peer.model.stage import StageModule, trained_parameters
+from swarm_peer.model.parameters import replace_parameter, seeded, trained_parameters
+from swarm_peer.model.stage import StageModule
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,13 +30,28 @@ ADAPTER_NAME = "default"
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
 
 
+def all_target_names(family: Family) -> list[str]:
+    """The names of the matrices of a layer, within it."""
+    return sorted({name for index in _distinct_layers(family) for name in _matrices(family, index)})
+
+
+def fitting_names(family: Family, section: AdapterSection) -> list[str]:
+    """The names of the matrices of a layer that have adapters, within it.
+
+    Raises:
+        UserError: see target_names
+    """
+    targets = target_names(family, section)
+    return [name for name in all_target_names(family) if _fits(name, targets)]
+
+
 def target_names(family: Family, section: AdapterSection) -> list[str]:
     """The names of the matrices that have adapters, as PEFT takes them: each stands for all that end in it.
 
     Raises:
         UserError: a name fits no matrix of the model's layers
     """
-    matrices = sorted({name for index in _distinct_layers(family) for name in _matrices(family, index)})
+    matrices = all_target_names(family)
     if section.targets == "all-linear":
         # Spelled out, since PEFT would take those of a part for images as well.
         return sorted({name.rpartition(".")[2] for name in matrices})
@@ -122,12 +137,23 @@ def clear_adapters(module: StageModule) -> None:
 def peft_name(name: str) -> str:
     """The name that PEFT's files have for a parameter of a module with adapters."""
     path, _, last = name.partition(f".{ADAPTER_NAME}.")
-    return f"base_model.model.{path}" + ("" if path.endswith(MAGNITUDE) else f".{last}")
+    return f"base_model.model.{path}" + (f".{last}" if last and not path.endswith(MAGNITUDE) else "")
 
 
-def peft_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters of a model, by the names that PEFT's files have."""
-    return {peft_name(name): tensor for name, tensor in tensors.items()}
+@torch.no_grad()
+def merge_adapters(module: StageModule) -> dict[str, Tensor]:
+    """Add the adapters of a stage to its base, and give the parameters that the stage has without them."""
+    from peft.tuners.lora import LoraLayer
+
+    for layer in module.modules():
+        if isinstance(layer, LoraLayer):
+            layer.merge()
+    trained = trained_parameters(module)
+    return {
+        name.replace(".base_layer.", "."): value.detach()
+        for name, value in module.named_parameters()
+        if name not in trained
+    }
 
 
 def _distinct_layers(family: Family) -> list[int]:

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor, nn
 
 
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, by name, in the order of the module's own.
+
+    A parameter that is frozen (`requires_grad` is False) is not among them. Nor is any buffer: a family's follow from
+    the config, and those of a frozen base belong to the base.
+    """
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
 def replace_parameter(module: nn.Module, name: str, values: Tensor) -> None:
     """Give a parameter other values, perhaps of another type or on another device."""
     owner, _, key = name.rpartition(".")

@@ -120,17 +120,20 @@ class ModelSource:
             raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{hint}")
         return config
 
-    def pinned(self) -> str:
+    def pinned(self, file: str = CONFIG_FILE) -> str:
         """The name to publish, which means the same tomorrow and on every machine: of the hub, one certain commit.
+
+        Args:
+            file: that the hub's repository has
 
         Raises:
             UserError: see fetch
         """
         if self.folder is None and Path(self.name).is_dir():
             return f"./{self.name}"
-        if self.folder is not None or (path := self.fetch(CONFIG_FILE)) is None:
+        if self.folder is not None or (path := self.fetch(file)) is None:
             return self.name
-        commit = path.parent.name  # of .../snapshots/COMMIT/config.json
+        commit = path.parent.name  # of .../snapshots/COMMIT/FILE
         is_commit = re.fullmatch("[0-9a-f]{40}", commit) is not None
         return f"{self.name.partition('@')[0]}@{commit}" if is_commit else self.name
 
@@ -193,14 +196,14 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
     Raises:
         UserError: it names a folder outside of `data_dir`
     """
-    if manifest.model.pretrained is None:
-        return
-    folder = ModelSource(manifest.model.pretrained).folder
-    if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
-        raise UserError(
-            f"the run wants to begin with the weights in {folder} on this machine: put the model there, and allow it "
-            f"with --data-dir FOLDER"
-        )
+    adapter = manifest.model.adapter
+    for name in (manifest.model.pretrained, None if adapter is None else adapter.begin_with):
+        folder = None if name is None else ModelSource(name).folder
+        if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
+            raise UserError(
+                f"the run wants to begin with the weights in {folder} on this machine: put the model there, and allow "
+                f"it with --data-dir FOLDER"
+            )
 
 
 def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> None:
@@ -222,7 +225,7 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
         with source.opened(file_name, path) as content:
             for name in names:
                 shape = module.get_parameter(name).shape
-                replace_parameter(module, name, _read(content, stored_names[name], shape, file_name, source))
+                replace_parameter(module, name, read_tensor(content, stored_names[name], shape, file_name, source))
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])
@@ -277,7 +280,12 @@ def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
     return tied | {embedding: head for head, embedding in tied.items()}
 
 
-def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: ModelSource) -> Tensor:
+def read_tensor(content: Any, stored: str, shape: torch.Size, file_name: str, source: ModelSource) -> Tensor:
+    """A tensor of an opened file, in fp32.
+
+    Raises:
+        UserError: it has another shape, is quantised, or not finite
+    """
     view = content.get_slice(stored)
     if tuple(view.get_shape()) != tuple(shape):
         raise source.error(

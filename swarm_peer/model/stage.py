@@ -107,15 +107,6 @@ class StageModule(nn.Module):
         return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.section.precision], cache_enabled=caches)
 
 
-def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name, in the order of the module's own.
-
-    A parameter that is frozen (`requires_grad` is False) is not among them. Nor is any buffer: a family's follow from
-    the config, and those of a frozen base belong to the base.
-    """
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
 def allocate(module: StageModule) -> None:
     """Make the parameters real, on the CPU, with zeros."""
     for owner in module.modules():

@@ -36,11 +36,13 @@ from swarm_peer.model.optimizer import (
     optimizer_state,
     optimizer_state_template,
 )
+from swarm_peer.model.parameters import trained_parameters
 from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.peft_folder import adapter_source, load_adapters
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
-from swarm_peer.model.stage import StageModule, allocate, initialise, trained_parameters
+from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
 
 
@@ -124,6 +126,8 @@ class StageTrainer:
                 clear_adapters(module)
             else:
                 initialise_adapters(module, self.manifest.seed)
+                if (source := adapter_source(model.adapter, self._cache_dir)) is not None:
+                    load_adapters(module, source)
         return module
 
     @property
