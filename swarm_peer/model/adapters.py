@@ -90,9 +90,10 @@ def lora_config(family: Family, section: AdapterSection, **notes: Any) -> LoraCo
     """
     from peft import LoraConfig  # takes seconds to import, and most runs do without
 
+    alpha: Any = int(section.alpha) if section.alpha.is_integer() else section.alpha  # PEFT declares an int
     return LoraConfig(
         r=section.rank,
-        lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,  # type: ignore[arg-type]
+        lora_alpha=alpha,
         use_rslora=section.rslora,
         use_dora=section.dora,
         target_modules=target_names(family, section),
