@@ -27,6 +27,7 @@ from swarm_peer.codecs import check_codec
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
+BasePrecision = Literal["fp32", "bf16", "int8", "nf4"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
 MAX_STEPS = 2**30
@@ -118,6 +119,9 @@ class ModelSection(Section):
     """autocast type on GPUs; trained weights are always fp32, and CPUs compute in fp32"""
     adapter: AdapterSection | None = None
     """train adapters on the pretrained weights instead of these; {} for adapters as they are by default"""
+    base: BasePrecision = "fp32"
+    """how the weights under adapters are kept: nf4 is 4 bit with doubly quantised scales, as in QLoRA; of nf4 and int8
+    embedding and head are bf16. The model is given as published, and quantised as it is read"""
 
     @model_validator(mode="after")
     def _has_a_source(self) -> ModelSection:
@@ -126,6 +130,11 @@ class ModelSection(Section):
         if self.share_layers and self.pretrained is not None:
             raise ValueError(
                 f"pretrained={self.pretrained!r} has layers of its own, and share_layers makes them one: leave one out"
+            )
+        if self.adapter is None and self.base != "fp32":
+            raise ValueError(
+                f"base={self.base} is for weights that are frozen, and all are trained: add adapter: {{}}, or leave "
+                f"base out"
             )
         if self.adapter is not None and self.pretrained is None:
             raise ValueError("adapter adapts pretrained weights, and there are none: give pretrained, or leave it out")

@@ -86,18 +86,18 @@ def lora_config(family: Family, section: AdapterSection, **notes: Any) -> LoraCo
     """The adapters as PEFT describes them.
 
     Args:
-        notes: further fields, of no effect on what the adapters compute
+        notes: further fields, of no effect on what the adapters compute, or instead of what follows from the family
     """
     from peft import LoraConfig  # takes seconds to import, and most runs do without
 
     alpha: Any = int(section.alpha) if section.alpha.is_integer() else section.alpha  # PEFT declares an int
+    notes = {"fan_in_fan_out": _has_conv1d(family.hollow_layer(0))} | notes
     return LoraConfig(
         r=section.rank,
         lora_alpha=alpha,
         use_rslora=section.rslora,
         use_dora=section.dora,
         target_modules=target_names(family, section),
-        fan_in_fan_out=_has_conv1d(family),
         task_type="CAUSAL_LM",
         **notes,
     )
@@ -109,7 +109,8 @@ def add_adapters(module: StageModule, section: AdapterSection) -> None:
 
     # PEFT draws values with torch's global generator, which nobody else shall notice.
     with torch.random.fork_rng(devices=[]):
-        inject_adapter_in_model(lora_config(module.family, section), module, ADAPTER_NAME)
+        config = lora_config(module.family, section, fan_in_fan_out=_has_conv1d(module))
+        inject_adapter_in_model(config, module, ADAPTER_NAME)
 
 
 def initialise_adapters(module: StageModule, seed: int) -> None:
@@ -174,8 +175,8 @@ def _matrices(family: Family, index: int) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _has_conv1d(family: Family) -> bool:
-    return any(isinstance(module, Conv1D) for module in family.hollow_layer(0).modules())
+def _has_conv1d(module: nn.Module) -> bool:
+    return any(isinstance(each, Conv1D) for each in module.modules())
 
 
 def _fits(name: str, targets: Iterable[str]) -> bool:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,10 +206,18 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
             )
 
 
-def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> None:
-    """Make a stage's parameters real, on the CPU and in fp32, with the weights of a pretrained model.
+def load_pretrained(
+    module: nn.Module,
+    family: Family,
+    source: ModelSource,
+    keep: Callable[[nn.Module, str, Tensor], None] = replace_parameter,
+) -> None:
+    """Make a stage's parameters real, on the CPU, with the weights of a pretrained model.
 
     Reads the tensors of this module alone, and opens no file that has none of them.
+
+    Args:
+        keep: gives a parameter of the module its values, which are fp32; else these are the parameter
 
     Raises:
         UserError: files or tensors are missing, damaged, of other shapes than the stage's, or not finite
@@ -225,7 +233,7 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
         with source.opened(file_name, path) as content:
             for name in names:
                 shape = module.get_parameter(name).shape
-                replace_parameter(module, name, read_tensor(content, stored_names[name], shape, file_name, source))
+                keep(module, name, read_tensor(content, stored_names[name], shape, file_name, source))
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])
@@ -293,7 +301,9 @@ def read_tensor(content: Any, stored: str, shape: torch.Size, file_name: str, so
             f"model.config out, or give the one of this model"
         )
     if view.get_dtype() not in DTYPES:
-        raise source.error(f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised")
+        raise source.error(
+            f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised: model.base does that"
+        )
     # A copy in any case: safe_open's tensors lie in the file's memory map.
     values: Tensor = content.get_tensor(stored).to(torch.float32, copy=True).contiguous()
     if not bool(values.isfinite().all()):

@@ -21,6 +21,7 @@ from swarm_peer.model.adapters import add_adapters, clear_adapters, initialise_a
 from swarm_peer.model.checks import check_float, check_state, check_tokens
 from swarm_peer.model.clipping import Clipper
 from swarm_peer.model.forward_pass import ForwardPass
+from swarm_peer.model.frozen_base import keeper
 from swarm_peer.model.gradient_norm import (
     MAX_HIDDEN,
     check_hidden,
@@ -119,15 +120,16 @@ class StageTrainer:
         elif model.pretrained is None:
             initialise(module, self.manifest.seed)
         elif not hollow:
-            load_pretrained(module, module.family, ModelSource(model.pretrained, self._cache_dir))
+            source = ModelSource(model.pretrained, self._cache_dir)
+            load_pretrained(module, module.family, source, keeper(model.base, module.family.layers))
         if model.adapter is not None:
             add_adapters(module, model.adapter)
             if hollow:
                 clear_adapters(module)
             else:
                 initialise_adapters(module, self.manifest.seed)
-                if (source := adapter_source(model.adapter, self._cache_dir)) is not None:
-                    load_adapters(module, source)
+                if (begins := adapter_source(model.adapter, self._cache_dir)) is not None:
+                    load_adapters(module, begins)
         return module
 
     @property
