@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from swarm_peer.config import AdapterSection
 from swarm_peer.config_errors import suggestion
 from swarm_peer.errors import UserError
-from swarm_peer.model.families import Family
+from swarm_peer.model.families import Cost, Family
 from swarm_peer.model.parameters import replace_parameter, seeded, trained_parameters
 from swarm_peer.model.stage import StageModule
 
@@ -64,22 +64,30 @@ def target_names(family: Family, section: AdapterSection) -> list[str]:
     return list(section.targets)
 
 
-def num_adapter_values(family: Family, section: AdapterSection, layers: Iterable[int]) -> int:
-    """How many values the adapters of some layers have.
+def adapter_cost(family: Family, section: AdapterSection, layers: Iterable[int]) -> Cost:
+    """The cost of the adapters of some layers. A DoRA's products with whole matrices, once a pass, are not counted.
 
     Raises:
         UserError: see target_names
     """
     targets = target_names(family, section)
-    by_kind = {
-        family.layer_kind(index): sum(
-            section.rank * (inputs + outputs) + section.dora * outputs
-            for name, (inputs, outputs) in _matrices(family, index).items()
-            if _fits(name, targets)
-        )
-        for index in _distinct_layers(family)
-    }
-    return sum(by_kind[family.layer_kind(index)] for index in layers)
+    by_kind = {}
+    for index in _distinct_layers(family):
+        sizes = [size for name, size in _matrices(family, index).items() if _fits(name, targets)]
+        pairs = sum(section.rank * (inputs + outputs) for inputs, outputs in sizes)
+        magnitudes = sum(outputs for _, outputs in sizes) if section.dora else 0
+        largest = max(section.rank * max(size) for size in sizes)
+        by_kind[family.layer_kind(index)] = Cost(pairs + magnitudes, 2 * pairs, largest)
+    total = Cost(0, 0, 0)
+    for index in layers:
+        total += by_kind[family.layer_kind(index)]
+    return total
+
+
+def num_adapted(family: Family, section: AdapterSection, index: int) -> int:
+    """How many matrices of a layer have adapters."""
+    targets = target_names(family, section)
+    return sum(_fits(name, targets) for name in _matrices(family, index))
 
 
 def lora_config(family: Family, section: AdapterSection, **notes: Any) -> LoraConfig:

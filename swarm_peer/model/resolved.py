@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.model.adapters import num_adapter_values, target_names
+from swarm_peer.model.adapters import adapter_cost, target_names
 from swarm_peer.model.architecture import parse_model_config
-from swarm_peer.model.families import family_of
+from swarm_peer.model.families import Cost, family_of
 from swarm_peer.model.partition import ModelCosts, StageSpec, cut_stages, model_costs
 
 
@@ -60,9 +60,13 @@ class ResolvedManifest:
 
     def num_trained(self, spec: StageSpec) -> int:
         """How many values of a stage training changes: all that it holds, or those of its adapters."""
-        if (adapter := self.manifest.model.adapter) is None:
-            return self.costs.of(spec).parameters
-        return num_adapter_values(family_of(self.config), adapter, spec.layers)
+        adapters = self.adapter_cost(spec)
+        return self.costs.of(spec).parameters if adapters is None else adapters.parameters
+
+    def adapter_cost(self, spec: StageSpec) -> Cost | None:
+        """The cost of a stage's adapters; None if the run trains none."""
+        adapter = self.manifest.model.adapter
+        return None if adapter is None else adapter_cost(family_of(self.config), adapter, spec.layers)
 
     @property
     def num_stages(self) -> int:
