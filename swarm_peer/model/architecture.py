@@ -36,9 +36,12 @@ def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> Model
         section = section.model_copy(update={"pretrained": ModelSource(section.pretrained, cache_dir).pinned()})
     config = resolve_model_config(section, cache_dir)
     section = section.model_copy(update={"config": config})
-    if section.adapter is not None:
-        adapter = resolve_adapter(section.adapter, family_of(parse_model_config(config)), cache_dir)
-        section = section.model_copy(update={"adapter": adapter})
+    if section.adapter is not None and section.pretrained is not None:
+        family, source = family_of(parse_model_config(config)), ModelSource(section.pretrained, cache_dir)
+        if source.read_config().get("model_type") in family.wrappers:
+            # Its layers have other names there, and PEFT loads adapters that fit none without an error.
+            raise source.error("also takes images, and adapters are for models of text alone: give one of these")
+        section = section.model_copy(update={"adapter": resolve_adapter(section.adapter, family, cache_dir)})
     return section
 
 

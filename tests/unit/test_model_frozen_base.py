@@ -168,6 +168,22 @@ def test_a_checkpointed_stage_trains_the_same_adapters(precision, bases):
     check_alike(baselines[1].state(), baselines[0].state(), 1e-6)
 
 
+@EACH_PRECISION
+def test_a_frozen_matrix_under_autocast_computes_in_its_type(precision):
+    """As on GPUs: products and gradients are of 16 bits, and an input gets a gradient of its own type."""
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    layer = FrozenLinear(weight, torch.nn.Parameter(torch.ones(32), requires_grad=False), precision)
+    inputs = torch.randn(5, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        product = layer(inputs)
+    product.sum().backward()
+    assert product.dtype == torch.bfloat16
+    assert inputs.grad.dtype == torch.float32
+    whole = rounded(weight, precision)
+    assert torch.allclose(product.float(), inputs @ whole.T + 1, rtol=0.02, atol=0.2)
+    assert torch.allclose(inputs.grad, torch.ones(5, 32) @ whole, rtol=0.02, atol=0.1)
+
+
 def test_a_quantised_base_needs_adapters():
     sections = {"stages": {"count": 1}, "data": {"sequence_length": 4}, "optimizer": {"learning_rate": 1}}
     training = {"steps": 1, "global_batch_size": 1, "microbatch_size": 1}

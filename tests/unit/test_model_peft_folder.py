@@ -12,7 +12,7 @@ from tiny_adapters import adapters_of, as_peft_names, batches, plain_model, reso
 from tiny_models import CONFIGS, LENGTH, LLAMA, exactly
 
 from coordinator.run.baseline import Baseline
-from swarm_peer.config import RunManifest
+from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.export import export_model
@@ -212,6 +212,17 @@ def test_adapters_of_other_models_are_refused(bases, saved):
     save_file({name: value[:, :2].contiguous() for name, value in tensors.items()}, path)
     with pytest.raises(UserError, match="has shape"):
         StageTrainer(begun_with(saved, bases["llama"]), resolved.specs[0])
+
+
+def test_a_base_that_takes_images_is_refused(tmp_path):
+    """PEFT would find no layer by the adapters' names, and say so in a warning at best."""
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "gemma3", "text_config": CONFIGS["gemma3_text"], "vision_config": {}}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    section = ModelSection(pretrained=str(tmp_path / "base"), adapter={})
+    with pytest.raises(UserError, match="also takes images, and adapters are for models of text alone: give one"):
+        resolve_model(section)
+    resolve_model(section.model_copy(update={"adapter": None}))
 
 
 def test_a_peer_reads_no_folder_that_its_user_does_not_allow(saved, bases, tmp_path):
