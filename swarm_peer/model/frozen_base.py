@@ -57,22 +57,23 @@ class FrozenLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:
         """The whole matrix in fp32, for PEFT."""
-        return self.whole().float()
+        return self.whole(torch.float32)
 
     @weight.deleter
     def weight(self) -> None:
         del self._parameters["weight"]
 
-    def whole(self) -> Tensor:
-        """The whole matrix, of the type in which it takes the least work."""
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The whole matrix, of a floating-point type."""
         if self._nf4 is not None:
             from bitsandbytes.functional import dequantize_4bit
 
             self._nf4.to(self.kept.device)
+            self._nf4.dtype = dtype
             return dequantize_4bit(self.kept, self._nf4)
         if self.scales is not None:
-            return self.kept.float().mul_(self.scales.unsqueeze(1) / 127)
-        return self.kept
+            return (self.kept * (self.scales.unsqueeze(1) / 127)).to(dtype)
+        return self.kept.to(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """The product, of the input's type, or under autocast of autocast's."""
@@ -86,14 +87,13 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, input.dtype
-        weight = layer.whole()
-        if not torch.is_autocast_enabled(input.device.type):
-            weight = weight.to(input.dtype)
-        return functional.linear(input, weight, layer.bias)
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        return functional.linear(input, layer.whole(dtype), layer.bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient @ ctx.layer.whole().to(gradient.dtype)).to(ctx.dtype), None
+        return (gradient @ ctx.layer.whole(gradient.dtype)).to(ctx.dtype), None
 
 
 def keeper(precision: BasePrecision, layers: str) -> Callable[[nn.Module, str, Tensor], None]:
