@@ -27,6 +27,7 @@ from swarm_peer.codecs import check_codec
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
+BasePrecision = Literal["fp32", "bf16", "int8", "nf4"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
 MAX_STEPS = 2**30
@@ -77,6 +78,30 @@ class Section(Settings):
         return value
 
 
+class AdapterSection(Section):
+    """Low-rank adapters (LoRA) on a frozen base. They alone are trained."""
+
+    rank: int = Field(16, ge=1, le=4096)
+    """columns of an adapter's matrices, r"""
+    alpha: float = Field(32.0, gt=0)
+    """an adapter's product is scaled by alpha / rank"""
+    rslora: bool = False
+    """scale by alpha / sqrt(rank) instead, so that high ranks learn as fast as low ones"""
+    dora: bool = False
+    """train the length of each of the base's rows as well (DoRA): better at low ranks, and slower"""
+    targets: Literal["all-linear"] | tuple[Name, ...] = "all-linear"
+    """which matrices of each layer have adapters: all-linear, or names such as q_proj or self_attn.q_proj"""
+    begin_with: Name | None = None
+    """adapters to go on from: a folder of PEFT's or a hub name, perhaps with @REVISION; the settings above follow from
+    it, and may be left out. If not given, new adapters, which change nothing until the first update"""
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> AdapterSection:
+        if not self.targets:
+            raise ValueError("targets=[] leaves nothing to train: name matrices, or leave it out for all-linear")
+        return self
+
+
 class ModelSection(Section):
     """The model, and the weights that it begins with."""
 
@@ -91,7 +116,12 @@ class ModelSection(Section):
     activation_checkpointing: bool = False
     """keep only a stage's input, recompute the rest in the backward pass"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """autocast type on GPUs; weights are always fp32, and CPUs compute in fp32"""
+    """autocast type on GPUs; trained weights are always fp32, and CPUs compute in fp32"""
+    adapter: AdapterSection | None = None
+    """train adapters on the pretrained weights instead of these; {} for adapters as they are by default"""
+    base: BasePrecision = "fp32"
+    """how the weights under adapters are kept: nf4 is 4 bit with doubly quantised scales, as in QLoRA; of nf4 and int8
+    embedding and head are bf16. The model is given as published, and quantised as it is read"""
 
     @model_validator(mode="after")
     def _has_a_source(self) -> ModelSection:
@@ -101,6 +131,13 @@ class ModelSection(Section):
             raise ValueError(
                 f"pretrained={self.pretrained!r} has layers of its own, and share_layers makes them one: leave one out"
             )
+        if self.adapter is None and self.base != "fp32":
+            raise ValueError(
+                f"base={self.base} is for weights that are frozen, and all are trained: add adapter: {{}}, or leave "
+                f"base out"
+            )
+        if self.adapter is not None and self.pretrained is None:
+            raise ValueError("adapter adapts pretrained weights, and there are none: give pretrained, or leave it out")
         return self
 
 

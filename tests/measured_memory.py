@@ -1,6 +1,6 @@
 """Measures what real training steps of a stage add to this process's memory.
 
-`python -m tests.measured_memory` runs all CASES, prints a table, and as its last line the figures as JSON. Each case
+`python -m tests.measured_memory` runs all cases, prints a table, and as its last line the figures as JSON. Each case
 has a process of its own, forked after the imports and before anything is computed.
 
 What is measured is the peak of the resident set above the level after a warm-up. It follows what is allocated, because
@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import json
 import multiprocessing
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 
 from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import stage_costs
@@ -28,6 +32,8 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.wire.codecs import decode, encode
 
+# Where the bases of adapters lie, while they are measured.
+BASES = Path("bases")
 MMAP_THRESHOLD = 64 * 1024
 M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4  # mallopt(3)
 TOKENS = {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
@@ -43,6 +49,7 @@ class Case(NamedTuple):
     Attributes:
         layers: of each stage
         in_flight: microbatches that have gone forward and wait
+        adapter, base: of the model's section, where adapters are trained
     """
 
     name: str
@@ -55,15 +62,33 @@ class Case(NamedTuple):
     share_layers: bool = False
     codec: str = "none"
     precision: str = "fp32"
+    adapter: dict[str, Any] | None = None
+    base: str = "fp32"
 
     @property
     def title(self) -> str:
         """The shape, and whether it is trained with activation checkpointing."""
         return self.name + (", checkpointing" if self.checkpointing else "")
 
+    @property
+    def _config(self) -> dict[str, Any]:
+        return self.config | {"num_hidden_layers": sum(self.layers)}
+
+    @property
+    def _folder(self) -> Path:
+        return BASES / hashlib.sha256(repr(self._config).encode()).hexdigest()[:16]
+
+    def write_base(self) -> None:
+        """Write the weights that adapters adapt, if there are any."""
+        if self.adapter is not None and not self._folder.exists():
+            config = transformers.AutoConfig.for_model(**self._config)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(self._folder)
+
     def resolved(self) -> ResolvedManifest:
         """The manifest of a run with such stages."""
-        model = {"config": self.config | {"num_hidden_layers": sum(self.layers)}, "share_layers": self.share_layers}
+        model = {"config": self._config, "share_layers": self.share_layers}
+        if self.adapter is not None:
+            model |= {"pretrained": str(self._folder), "adapter": self.adapter, "base": self.base}
         return ResolvedManifest.of(
             RunManifest.model_validate(
                 {
@@ -92,6 +117,17 @@ CASES = (
     *(case._replace(checkpointing=checkpointing) for case in SHAPES for checkpointing in (False, True)),
     Case("Llama, one layer for all", DEEP | {"hidden_size": 512}, [1, 8, 1], 1, 64, 2, share_layers=True),
 )
+WIDE = LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
+ADAPTED = (
+    *(
+        Case(f"Llama, adapters on {base}", WIDE, [1, 6, 1], 1, 256, 3, checkpointing, adapter={"rank": 16}, base=base)
+        for base, checkpointing in (("fp32", False), ("bf16", True), ("nf4", False))
+    ),
+    Case("GPT-2, adapters of a high rank", GPT2 | {"n_embd": 512}, [1, 6, 1], 1, 64, 2, adapter={"rank": 256}),
+    Case("Llama, adapters, last", WIDE | {"vocab_size": 32768}, [1, 2], 1, 128, 3, adapter={}, base="int8"),
+)
+# By the program's argument: each takes minutes.
+KINDS = {"whole": CASES, "adapters": ADAPTED}
 
 
 def measure(case: Case) -> tuple[float, float]:
@@ -101,11 +137,13 @@ def measure(case: Case) -> tuple[float, float]:
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     libc.mallopt(M_MMAP_MAX, 2**20)
     small = GPT2 if case.config["model_type"] == "gpt2" else LLAMA
-    _train(case._replace(config=small, layers=[1] * len(case.layers), length=64, in_flight=1))
+    warm_up = case._replace(config=small, layers=[1] * len(case.layers), length=64, in_flight=1)
+    for each in (warm_up, case):
+        each.write_base()
+    _train(warm_up)
     gc.collect()
     libc.malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # resets VmHWM (proc(5))
+    _reset_peak()
     before = _status_bytes("VmRSS")
     _train(case)
     measured = _status_bytes("VmHWM") - before
@@ -116,6 +154,8 @@ def _train(case: Case) -> None:
     """Two rounds of a peer on a CPU, with what it holds beside its trainer."""
     resolved = case.resolved()
     trainer = StageTrainer(resolved, resolved.specs[case.stage])
+    if case.adapter is not None:
+        _reset_peak()  # while a base is read, its file is in memory as well, as long as there is room
     shapes = trainer.shapes
     averaging = [torch.ones(shape) for shape in shapes]  # as GradientAverager has them
     for _ in range(2):
@@ -155,17 +195,26 @@ def _backward(trainer: StageTrainer, waiting: tuple[ForwardPass, Any, Any], repl
         replies.append(encode(input_grad_BTD, codec))
 
 
+def _reset_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM (proc(5))
+
+
 def _status_bytes(field: str) -> int:
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
 
 
 def main() -> None:
-    """Measure the cases whose names contain the first argument, all by default."""
-    cases = [case for case in CASES if len(sys.argv) == 1 or sys.argv[1] in case.title]
+    """Measure the cases of a kind, or those whose names contain the first argument; all by default."""
+    global BASES
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    cases = KINDS.get(wanted, [case for case in (*CASES, *ADAPTED) if wanted in case.title])
     # One process, replaced after each case: what one has left of the allocator's state must not be the next one's.
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        figures = pool.map(measure, cases, chunksize=1)
+    with TemporaryDirectory() as folder:
+        BASES = Path(folder)
+        with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+            figures = pool.map(measure, cases, chunksize=1)
     for case, (predicted, measured) in zip(cases, figures, strict=True):
         print(
             f"| {case.title} | {predicted / 1e6:.0f} MB | {measured / 1e6:.0f} MB | {predicted / measured - 1:+.1%} |"

@@ -14,8 +14,10 @@ from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
 from coordinator.watch.promises import Promises
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.export import check_folder, export_model
+from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.runtime.data.allowed_files import ANYWHERE, check_tokenizer
@@ -29,12 +31,19 @@ NO_TOKENIZER = "the tokenizer was not saved beside the model"
 
 
 def export_checkpoint(
-    url: str, optimizer_step: int | None, folder: Path, promises: Promises, cache_dir: Path | None = None
+    url: str,
+    optimizer_step: int | None,
+    folder: Path,
+    promises: Promises,
+    cache_dir: Path | None = None,
+    *,
+    merge: bool = False,
 ) -> int:
     """Write the model of a checkpoint (see find_checkpoint); returns its optimizer step.
 
     Args:
         promises: told if there is no tokenizer beside the model
+        merge: add the run's adapters to its base
 
     Raises:
         UserError: there is no good checkpoint, or the folder is in use
@@ -42,8 +51,9 @@ def export_checkpoint(
     check_folder(folder)
     checkpoint = find_checkpoint(url, optimizer_step)
     resolved = ResolvedManifest.of(checkpoint.manifest)
+    check_merge(resolved.manifest, merge)
     states = (checkpoint.load_stage(stage) for stage in range(resolved.num_stages))
-    if why_not := export_states(resolved, states, folder, cache_dir):
+    if why_not := export_states(resolved, states, folder, cache_dir, merge=merge):
         promises.broken(NO_TOKENIZER, why_not)
     return checkpoint.optimizer_step
 
@@ -55,26 +65,45 @@ def export_run(
     promises: Promises,
     cache_dir: Path | None = None,
     data_dir: Path | None = None,
+    *,
+    merge: bool = False,
 ) -> int:
     """Write the model of a live run, by the newest snapshot of all its stages; returns its optimizer step.
 
     Args:
         promises: told if there is no tokenizer beside the model
-        data_dir: folder of this machine that the run may have its tokenizer read from
+        data_dir: folder of this machine that the run may have its tokenizer read from, and the base to merge with
+        merge: add the run's adapters to its base
 
     Raises:
         UserError: nobody answers, there is no such run, or the folder is in use
         SwarmError: there is no such snapshot yet, or its peers did not give it
     """
     check_folder(folder)
-    resolved, states = observe_run(initial_peers, run_id, partial(_fetch, folder))
-    if why_not := export_states(resolved, states, folder, cache_dir, data_dir):
+    resolved, states = observe_run(initial_peers, run_id, partial(_fetch, folder, merge, data_dir))
+    if why_not := export_states(resolved, states, folder, cache_dir, data_dir, merge=merge):
         promises.broken(NO_TOKENIZER, why_not)
     return states[0].optimizer_step
 
 
-async def _fetch(folder: Path, run: LiveRun) -> tuple[ResolvedManifest, list[StageState]]:
+def check_merge(manifest: RunManifest, merge: bool, data_dir: Path | None = ANYWHERE) -> None:
+    """Check that there is something to merge, if that is wanted, and that its base may be read.
+
+    Raises:
+        UserError: there is not, or it is a folder of this machine outside of `data_dir`
+    """
+    if not merge:
+        return
+    if manifest.model.adapter is None:
+        raise UserError("--merge: the run trains all of its model and has no adapters: leave it out")
+    check_pretrained(manifest, data_dir)
+
+
+async def _fetch(
+    folder: Path, merge: bool, data_dir: Path | None, run: LiveRun
+) -> tuple[ResolvedManifest, list[StageState]]:
     resolved = ResolvedManifest.of(run.manifest)
+    check_merge(resolved.manifest, merge, data_dir)
     async with open_transport(run.dht, run.metrics) as transport:
         receiver = StateReceiver(resolved, SystemThreads(), folder, only_weights=True)
         return resolved, await fetch_snapshots(transport, run.directory, resolved, receiver)
@@ -86,12 +115,15 @@ def export_states(
     folder: Path,
     cache_dir: Path | None = None,
     data_dir: Path | None = ANYWHERE,
+    *,
+    merge: bool = False,
 ) -> str:
     """Write the model that the states of all stages make.
 
     Args:
         states: in the order of their stages. Each may be let go when the next one is asked for: its weights stay
         data_dir: the tokenizer is read from there, or from a hub
+        merge: add adapters to their base
 
     Returns:
         why the tokenizer is not beside it; empty if it is, or there is none. A model without it is better than none
@@ -102,7 +134,7 @@ def export_states(
     weights: dict[str, torch.Tensor] = {}
     for state in states:
         weights |= {name: value for name, value in state.tensors.items() if is_weight(name)}
-    export_model(resolved, weights, folder)
+    export_model(resolved, weights, folder, merge=merge, cache_dir=cache_dir)
     return save_tokenizer(resolved, folder, cache_dir, data_dir)
 
 

@@ -207,4 +207,4 @@ def _weights_of(template: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tens
 
 
 def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:
-    return StageTrainer(resolved, resolved.specs[stage], blank=True).state_template()
+    return StageTrainer(resolved, resolved.specs[stage], hollow=True).state_template()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from cyclopts import Parameter
+
 from coordinator.commands.shared_options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
 from coordinator.watch.promises import Promises
 from swarm_peer.cli import configure_logging
@@ -18,6 +20,7 @@ def export(
     /,
     *,
     output: Annotated[Path, RUN],
+    merge: Annotated[bool, RUN, Parameter(negative="")] = False,
     checkpoint: Annotated[str | None, CHECKPOINTS] = None,
     step: Annotated[int | None, CHECKPOINTS, NotNegative] = None,
     initial_peers: RunPeers = (),
@@ -27,13 +30,15 @@ def export(
 ) -> None:
     """Write the model of a checkpoint or of a live run, as a folder that Hugging Face transformers loads.
 
-    Of a live run it is the newest snapshot that its peers keep of all stages.
+    Of a live run it is the newest snapshot that its peers keep of all stages. Of a run that trains adapters it is a
+    folder of PEFT's, or with --merge a model without adapters.
 
     Args:
         output: Folder of the model, and of its tokenizer.
+        merge: Add the run's adapters to the weights that they adapt, and write a model without adapters.
         checkpoint: Instead of a live run, folder or URL (such as s3://bucket/run) of checkpoints, or of one of them.
         step: Which checkpoint, by its optimizer step; the newest good one if not given.
-        data_dir: Folder of this machine that a live run may have its tokenizer read from.
+        data_dir: Folder of this machine that a live run may have its tokenizer read from, and with --merge its base.
     """
     configure_logging("warning")
     if checkpoint is not None and (initial_peers or run is not None):
@@ -56,8 +61,8 @@ def export(
 
     with (promises := Promises()).told_at_end():
         if checkpoint is not None:
-            optimizer_step = export_checkpoint(checkpoint, step, output, promises, cache_dir)
+            optimizer_step = export_checkpoint(checkpoint, step, output, promises, cache_dir, merge=merge)
         else:
             addresses = addresses_of_run(run, initial_peers)
-            optimizer_step = export_run(addresses, run_id, output, promises, cache_dir, data_dir)
+            optimizer_step = export_run(addresses, run_id, output, promises, cache_dir, data_dir, merge=merge)
         print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")

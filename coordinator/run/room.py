@@ -30,7 +30,7 @@ def check_one_process(resolved: ResolvedManifest, device: torch.device) -> None:
     memories = [each.memory for each in costs]
     per_parameter = FP32_BYTES * strategy_of(resolved.manifest.averaging).kept_values
     held = sum(memory.held_bytes - memory.host_bytes for memory in memories)
-    held += per_parameter * sum(each.parameters for each in costs)
+    held += per_parameter * sum(each.trained for each in costs)
     computing = sum(memory.microbatch_bytes for memory in memories) + max(memory.working_bytes for memory in memories)
     free_bytes, all_bytes = memory_bytes(device)
     advice = "take a smaller model or microbatch, or a device with more, or let several machines share the stages"

@@ -21,6 +21,7 @@ from swarm_peer.config_errors import suggestion
 from swarm_peer.errors import UserError, first_line, last_line
 from swarm_peer.model.families import Family, family_class, family_of
 from swarm_peer.model.families.base import FIXED_VALUES, RANGES, shapes_only
+from swarm_peer.model.peft_folder import resolve_adapter
 from swarm_peer.model.pretrained import ModelSource
 from swarm_peer.model.published import ROPE_KEYS, as_trained, check_sizes, is_known, settings_of, unknown_rope_keys
 
@@ -29,11 +30,19 @@ def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> Model
     """A run's model as it is published: with an inline config, and with pretrained weights that cannot change.
 
     Raises:
-        UserError: see resolve_model_config
+        UserError: see resolve_model_config and resolve_adapter
     """
     if section.pretrained is not None:
         section = section.model_copy(update={"pretrained": ModelSource(section.pretrained, cache_dir).pinned()})
-    return section.model_copy(update={"config": resolve_model_config(section, cache_dir)})
+    config = resolve_model_config(section, cache_dir)
+    section = section.model_copy(update={"config": config})
+    if section.adapter is not None and section.pretrained is not None:
+        family, source = family_of(parse_model_config(config)), ModelSource(section.pretrained, cache_dir)
+        if source.read_config().get("model_type") in family.wrappers:
+            # Its layers have other names there, and PEFT loads adapters that fit none without an error.
+            raise source.error("also takes images, and adapters are for models of text alone: give one of these")
+        section = section.model_copy(update={"adapter": resolve_adapter(section.adapter, family, cache_dir)})
+    return section
 
 
 def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from swarm_peer.codecs import find_codec
 from swarm_peer.config import OptimizerSection, RunManifest
+from swarm_peer.model.adapters import num_adapted
 from swarm_peer.model.families import family_of
+from swarm_peer.model.frozen_base import END_BYTES, MATRIX_BYTES
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.strategies import strategy_of
@@ -23,6 +25,8 @@ FP32_BYTES = 4.0
 # A backward pass costs two forward passes: the gradients of the inputs and those of the weights (Kaplan et al.,
 # "Scaling Laws for Neural Language Models", 2020, section 2.1: 6 operations per parameter and token in all).
 BACKWARD_PER_FORWARD = 2
+# Of a frozen weight there is no gradient; that of its input is one forward pass.
+FROZEN_BACKWARD_PER_FORWARD = 1
 # Bytes per parameter of the optimizer's state: two fp32 values, two of 8 bits with a scale for 256 each, or momentum.
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0}
 # At the head's loss: gradients of the logarithms and of the logits, in fp32.
@@ -39,7 +43,7 @@ class StageCosts:
     """The costs of one stage at each of its peers, apart from transfers.
 
     Attributes:
-        parameters: number of weights
+        parameters: number of weights, those of adapters included
         trained: number of those that training changes, of which gradients, averages and states are
         flops: compute of one token, forward and backward, recomputation included
         memory: what it takes of the memory that the peer trains in
@@ -87,8 +91,12 @@ class _Stage:
         self.tokens = self.manifest.training.microbatch_size * self.length  # of a microbatch
         self.checkpoints = self.manifest.model.activation_checkpointing
         self.whole = self.costs.of(spec)
+        self.adapters = resolved.adapter_cost(spec)
         self.trained = resolved.num_trained(spec)
         self.layers = self.costs.layers_of(spec)
+        # Of one gradient, when all of it is there.
+        self.largest_trained = (self.adapters or self.layers).largest_parameter
+        self.base = self.manifest.model.base
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
         self.logit_bytes = FP32_BYTES * self.tokens * resolved.vocab_size
@@ -98,21 +106,38 @@ class _Stage:
         kept = self.family.layer_activation_bytes(index, self.length, self.half)
         # GPUs of the last years, which compute in 16 bits, take grouped queries as they are, and so do CPUs.
         copied = 0 if self.on_cpu or self.half else 2 * self.family.copied_key_width(index, self.length)
+        if (adapter := self.manifest.model.adapter) is not None:
+            # Between an adapter's two products; their inputs are those of the base's, which keeps none.
+            copied += num_adapted(self.family, adapter, index) * adapter.rank
         return kept + FP32_BYTES * copied
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weights; those of a frozen base in the precision that it is kept in."""
+        ends = self.whole.parameters - self.layers.parameters
+        kept = MATRIX_BYTES[self.base] * self.layers.parameters + END_BYTES[self.base] * ends
+        return kept if self.adapters is None else kept + FP32_BYTES * self.trained
+
+    @property
+    def flops(self) -> int:
+        """Compute of one token, forward and backward, recomputation included."""
+        recomputed = self.layers.forward_flops if self.checkpoints else 0  # the head is not
+        if self.adapters is None:
+            return self.whole.forward_flops * (1 + BACKWARD_PER_FORWARD) + recomputed
+        own = self.adapters.forward_flops
+        base = self.whole.forward_flops * (1 + FROZEN_BACKWARD_PER_FORWARD) + recomputed
+        return base + own * (1 + BACKWARD_PER_FORWARD + self.checkpoints)
 
 
 def _stage_costs(stage: _Stage) -> StageCosts:
-    flops = stage.whole.forward_flops * (1 + BACKWARD_PER_FORWARD)
-    if stage.checkpoints:
-        flops += stage.layers.forward_flops  # computed once more; the head is not
-    parameters, trained = stage.whole.parameters, stage.trained
+    trained = stage.trained
     microbatch_bytes, host_bytes = _microbatch_bytes(stage), _host_bytes(stage)
     return StageCosts(
-        parameters=parameters,
+        parameters=stage.whole.parameters + (0 if stage.adapters is None else trained),
         trained=trained,
-        flops=flops,
+        flops=stage.flops,
         memory=StageMemory(
-            weight_bytes=FP32_BYTES * parameters,
+            weight_bytes=stage.weight_bytes,
             weight_gradient_bytes=FP32_BYTES * trained,
             optimizer_bytes=optimizer_bytes(stage.manifest.optimizer) * trained,
             host_bytes=host_bytes if stage.on_cpu else 0.0,
@@ -139,9 +164,11 @@ def _microbatch_bytes(stage: _Stage) -> float:
         kept += stage.hidden_bytes  # the stage's output
     if half:
         # Autocast's copies: each forward pass makes and keeps its own, of the weights that it multiplies with.
+        # A base in fewer bits is made whole anew in the backward pass.
         copied = stage.costs.head.parameters if spec.is_last else 0
         copied += 0 if stage.checkpoints else stage.layers.parameters
-        kept += 2.0 * copied
+        own = 0 if stage.adapters is None or stage.checkpoints else stage.trained
+        kept += 2.0 * (own + (copied if stage.base == "fp32" else 0))
     codec = find_codec(wire.activations)
     if stage.on_cpu and not codec.is_exact:
         # As they came and as they go; without a codec they are the tensors themselves.
@@ -155,14 +182,18 @@ def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
     inside = BACKWARD_SHARE * layer_bytes + (layer_bytes if stage.checkpoints else 0.0)
     # A parameter's gradient is whole before it is added to the accumulator; those of a layer that is applied several
     # times are added up beside it until the last of them is there.
-    gradients = stage.layers.largest_parameter
+    gradients = stage.largest_trained
     if stage.costs.share_layers and len(stage.spec.layers) > 1:
         gradients += stage.layers.parameters
-    moments = [inside + FP32_BYTES * gradients]
+    is_rounded = stage.base != "fp32"  # then a matrix is made whole where it is multiplied with
+    moments = [inside + FP32_BYTES * (gradients + (stage.layers.largest_parameter if is_rounded else 0))]
     if stage.spec.is_last:
         logits = stage.logit_bytes * (FP32_LOGIT_GRADIENTS + (0.5 if stage.half else 0.0))
-        moments.append(max(logits, FP32_BYTES * stage.costs.head.largest_parameter))
-    if stage.spec.is_first:
+        head = FP32_BYTES * stage.costs.head.largest_parameter  # its gradient, or all of a rounded one
+        if stage.adapters is not None:
+            head = stage.logit_bytes + head if is_rounded else 0.0
+        moments.append(max(logits, head))
+    if stage.spec.is_first and stage.adapters is None:
         # The last moment: what the microbatch had kept is gone.
         moments.append(FP32_BYTES * stage.costs.embedding.largest_parameter - microbatch_bytes)
     return max(moments)
@@ -176,7 +207,8 @@ def _update_bytes(stage: _Stage) -> float:
         # torch updates all parameters at once, and takes the roots of all second moments, or adds the decay to all.
         return FP32_BYTES * trained if makes_temporaries else 0.0
     # The mean gradients, and two temporaries of one parameter's update.
-    temporaries = 2 * FP32_BYTES * stage.whole.largest_parameter if makes_temporaries else 0.0
+    largest = (stage.adapters or stage.whole).largest_parameter
+    temporaries = 2 * FP32_BYTES * largest if makes_temporaries else 0.0
     return FP32_BYTES * trained + temporaries
 
 
@@ -191,6 +223,7 @@ def _host_bytes(stage: _Stage) -> float:
     """Memory that a peer uses beside its trainer."""
     manifest, trained = stage.manifest, stage.trained
     averaging = FP32_BYTES * trained
+    averaging += 0 if stage.adapters is None else FP32_BYTES * trained  # the initial ones
     kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * trained
     state = state_bytes(manifest, trained)  # one copy: a snapshot that is being written, or for a newcomer
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads."""
+"""A trained model as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads, or adapters as PEFT's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,7 +20,12 @@ from torch import Tensor
 from swarm_peer.config import ModelSection
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.files import sync
+from swarm_peer.model.adapters import add_adapters, merge_adapters, peft_name
+from swarm_peer.model.families import family_of
+from swarm_peer.model.parameters import replace_parameter, trained_parameters
 from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.peft_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, describe_adapter
+from swarm_peer.model.pretrained import CONFIG_FILE, WEIGHTS_FILE, ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
@@ -46,41 +52,87 @@ def check_folder(folder: Path) -> None:
         raise UserError(f"{folder} is there already and is no empty folder: name another one, or remove it")
 
 
-def export_model(resolved: ResolvedManifest, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write config.json and model.safetensors; the folder appears complete or not at all.
+def export_model(
+    resolved: ResolvedManifest,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    merge: bool = False,
+    cache_dir: Path | None = None,
+) -> None:
+    """Write config.json and model.safetensors, or of adapters what PEFT has instead of them.
+
+    The folder appears complete or not at all.
 
     Args:
         tensors: the union of all stages' states; entries of optimizers are left out. If each stage has one layer only,
             which its layers share, each layer gets a copy of it under its own name
         folder: must not exist, or be empty
+        merge: add adapters to the pretrained weights, as these were published, for a model without adapters
+        cache_dir: where pretrained weights from the hub are kept
 
     Raises:
-        UserError: the folder is not empty, or tensors are missing, unknown, or of another shape than the model's
+        UserError: the folder is not empty, tensors are missing, unknown, or of another shape than the model's, or the
+            pretrained weights cannot be read
         NotFiniteWeights: there is nothing to use in it
         NotWritten: the disk does not take it
     """
     check_folder(folder)
-    model, config = resolved.manifest.model, resolved.config
+    model = resolved.manifest.model
     weights = {name: value for name, value in tensors.items() if is_weight(name)}
-    whole = StageModule(config, StageSpec(0, 1, 0, config.num_hidden_layers), ModelSection(config={}))
+    whole = StageModule(resolved.config, StageSpec(0, 1, 0, resolved.config.num_hidden_layers), ModelSection(config={}))
     if model.share_layers:
         weights = _unshare(weights, f"{whole.family.body}.{whole.family.layers}", resolved.specs)
-    _check_complete(weights, whole.state_dict())
+    names = (CONFIG_FILE, WEIGHTS_FILE)
+    if model.adapter is None:
+        _check_complete(weights, whole.state_dict())
+    else:
+        add_adapters(whole, model.adapter)
+        _check_complete(weights, trained_parameters(whole))
+        if merge:
+            weights = _merge(resolved, weights, cache_dir)
+        else:
+            weights = {peft_name(name): value for name, value in weights.items()}
+            names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+    content = _model_config(resolved) if names[0] == CONFIG_FILE else describe_adapter(model, whole.family)
+    _write(folder, names, content, weights)
 
+
+def _model_config(resolved: ResolvedManifest) -> dict[str, Any]:
     content = {key: value for key, value in resolved.inline_config.items() if key != "torch_dtype"}
-    content |= {
-        "architectures": [whole.family.model_class.__name__],
+    return content | {
+        "architectures": [family_of(resolved.config).model_class.__name__],
         "dtype": "float32",
         "transformers_version": transformers.__version__,
     }
+
+
+def _merge(resolved: ResolvedManifest, adapters: Mapping[str, Tensor], cache_dir: Path | None) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes what the one with them does; stage by stage."""
+    model, merged = resolved.manifest.model, dict[str, Tensor]()
+    assert model.adapter is not None
+    assert model.pretrained is not None
+    for spec in resolved.specs:
+        module = StageModule(resolved.config, spec, model)
+        load_pretrained(module, module.family, ModelSource(model.pretrained, cache_dir))
+        add_adapters(module, model.adapter)
+        for name in trained_parameters(module):
+            replace_parameter(module, name, adapters[name])
+        merged |= merge_adapters(module)
+    return merged
+
+
+def _write(folder: Path, names: tuple[str, str], content: Mapping[str, Any], weights: dict[str, Tensor]) -> None:
+    """Write a folder of a config and weights, of these names."""
+    config_name, weights_name = names
     _remove_leftovers(folder)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        (partial / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / config_name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(weights, partial / weights_name, metadata={"format": "pt"})
         # safetensors makes a file that nobody else can read.
-        shutil.copymode(partial / "config.json", partial / "model.safetensors")
+        shutil.copymode(partial / config_name, partial / weights_name)
         # Peers go once the model is saved: from then on it must survive a power failure.
         for path in (*partial.iterdir(), partial):
             sync(path)

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from swarm_peer.config import RunManifest, looks_like_a_path
 from swarm_peer.errors import UserError, check_letters, first_line, machine_fault
 from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 from swarm_peer.model.families import Family
+from swarm_peer.model.parameters import replace_parameter
 
 log = logging.getLogger(__name__)
 
@@ -119,17 +120,20 @@ class ModelSource:
             raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{hint}")
         return config
 
-    def pinned(self) -> str:
+    def pinned(self, file: str = CONFIG_FILE) -> str:
         """The name to publish, which means the same tomorrow and on every machine: of the hub, one certain commit.
+
+        Args:
+            file: that the hub's repository has
 
         Raises:
             UserError: see fetch
         """
         if self.folder is None and Path(self.name).is_dir():
             return f"./{self.name}"
-        if self.folder is not None or (path := self.fetch(CONFIG_FILE)) is None:
+        if self.folder is not None or (path := self.fetch(file)) is None:
             return self.name
-        commit = path.parent.name  # of .../snapshots/COMMIT/config.json
+        commit = path.parent.name  # of .../snapshots/COMMIT/FILE
         is_commit = re.fullmatch("[0-9a-f]{40}", commit) is not None
         return f"{self.name.partition('@')[0]}@{commit}" if is_commit else self.name
 
@@ -192,20 +196,28 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
     Raises:
         UserError: it names a folder outside of `data_dir`
     """
-    if manifest.model.pretrained is None:
-        return
-    folder = ModelSource(manifest.model.pretrained).folder
-    if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
-        raise UserError(
-            f"the run wants to begin with the weights in {folder.resolve()} on this machine: put the model there, and "
-            f"allow it with --data-dir FOLDER, which is that folder or one above it"
-        )
+    adapter = manifest.model.adapter
+    for name in (manifest.model.pretrained, None if adapter is None else adapter.begin_with):
+        folder = None if name is None else ModelSource(name).folder
+        if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
+            raise UserError(
+                f"the run wants to begin with the weights in {folder.resolve()} on this machine: put the model there, "
+                f"and allow it with --data-dir FOLDER, which is that folder or one above it"
+            )
 
 
-def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> None:
-    """Make a stage's parameters real, on the CPU and in fp32, with the weights of a pretrained model.
+def load_pretrained(
+    module: nn.Module,
+    family: Family,
+    source: ModelSource,
+    keep: Callable[[nn.Module, str, Tensor], None] = replace_parameter,
+) -> None:
+    """Make a stage's parameters real, on the CPU, with the weights of a pretrained model.
 
     Reads the tensors of this module alone, and opens no file that has none of them.
+
+    Args:
+        keep: gives a parameter of the module its values, which are fp32; else these are the parameter
 
     Raises:
         UserError: files or tensors are missing, damaged, of other shapes than the stage's, or not finite
@@ -220,10 +232,8 @@ def load_pretrained(module: nn.Module, family: Family, source: ModelSource) -> N
             raise source.error(f"lacks {file_name}, where {INDEX_FILE} says that tensors are: download it")
         with source.opened(file_name, path) as content:
             for name in names:
-                owner, _, key = name.rpartition(".")
-                parameter = module.get_parameter(name)
-                values = _read(content, stored_names[name], parameter.shape, file_name, source)
-                module.get_submodule(owner).register_parameter(key, nn.Parameter(values, parameter.requires_grad))
+                shape = module.get_parameter(name).shape
+                keep(module, name, read_tensor(content, stored_names[name], shape, file_name, source))
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])
@@ -278,7 +288,12 @@ def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
     return tied | {embedding: head for head, embedding in tied.items()}
 
 
-def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: ModelSource) -> Tensor:
+def read_tensor(content: Any, stored: str, shape: torch.Size, file_name: str, source: ModelSource) -> Tensor:
+    """A tensor of an opened file, in fp32.
+
+    Raises:
+        UserError: it has another shape, is quantised, or not finite
+    """
     view = content.get_slice(stored)
     if tuple(view.get_shape()) != tuple(shape):
         raise source.error(
@@ -286,7 +301,9 @@ def _read(content: Any, stored: str, shape: torch.Size, file_name: str, source: 
             f"model.config out, or give the one of this model"
         )
     if view.get_dtype() not in DTYPES:
-        raise source.error(f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised")
+        raise source.error(
+            f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised: model.base does that"
+        )
     # A copy in any case: safe_open's tensors lie in the file's memory map.
     values: Tensor = content.get_tensor(stored).to(torch.float32, copy=True).contiguous()
     if not bool(values.isfinite().all()):

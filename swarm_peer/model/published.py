@@ -28,6 +28,10 @@ LOADING_KEYS: Mapping[str, str] = {
     "quantization_config": "its weights are quantised",
     "per_layer_config": "its layers differ from each other",
 }
+# Remedies for some of them.
+REMEDIES: Mapping[str, str] = {
+    "quantization_config": "give the model that it was made of, and have model.base quantise it: int8 or nf4",
+}
 # Settings of other tasks than to predict the next token. They may be long.
 _OTHER_TASKS = frozenset({"id2label", "label2id", "num_labels", "problem_type", "task_specific_params"})
 # Settings of rotary positions, as transformers has them today, and by the name that old files have for the type.
@@ -164,7 +168,7 @@ def _check_computation(known: Mapping[str, Any], further: Mapping[str, Any], fam
             model_type = family.config_class.model_type
             raise UserError(
                 f"config.json has {key}={value!r:.80}, which changes what a {model_type} model computes ({reason}), "
-                f"and that is not supported: choose another model"
+                f"and that is not supported: {REMEDIES.get(key, 'choose another model')}"
             )
 
 

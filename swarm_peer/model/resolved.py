@@ -10,7 +10,9 @@ from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.model.adapters import adapter_cost, target_names
 from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.families import Cost, family_of
 from swarm_peer.model.partition import ModelCosts, StageSpec, cut_stages, model_costs
 
 
@@ -34,12 +36,14 @@ class ResolvedManifest:
         """Resolve a manifest as a run publishes it.
 
         Raises:
-            UserError: the model config is not inline, or see parse_model_config and cut_stages
+            UserError: the model config is not inline, or see parse_model_config, cut_stages and target_names
         """
         if not isinstance(manifest.model.config, dict):
             raise UserError("the run's manifest has no inline model config: its coordinator has to publish one")
         config = parse_model_config(manifest.model.config)
         stages, length, share_layers = manifest.stages, manifest.data.sequence_length, manifest.model.share_layers
+        if manifest.model.adapter is not None:
+            target_names(family_of(config), manifest.model.adapter)
         specs = cut_stages(config, stages.count, length, stages.layers, share_layers)
         return cls(manifest, manifest.hash, config, specs)
 
@@ -55,8 +59,14 @@ class ResolvedManifest:
         return model_costs(self.config, self.manifest.data.sequence_length, self.manifest.model.share_layers)
 
     def num_trained(self, spec: StageSpec) -> int:
-        """How many values of a stage training changes: all that it holds, for no run freezes a part of its model."""
-        return self.costs.of(spec).parameters
+        """How many values of a stage training changes: all that it holds, or those of its adapters."""
+        adapters = self.adapter_cost(spec)
+        return self.costs.of(spec).parameters if adapters is None else adapters.parameters
+
+    def adapter_cost(self, spec: StageSpec) -> Cost | None:
+        """The cost of a stage's adapters; None if the run trains none."""
+        adapter = self.manifest.model.adapter
+        return None if adapter is None else adapter_cost(family_of(self.config), adapter, spec.layers)
 
     @property
     def num_stages(self) -> int:

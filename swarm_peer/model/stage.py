@@ -8,7 +8,6 @@ Shapes: B samples, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -23,6 +22,7 @@ from swarm_peer.config import ModelSection
 from swarm_peer.model.families import family_of
 from swarm_peer.model.families.base import shapes_only
 from swarm_peer.model.gradient_norm import limit_layer_gradient
+from swarm_peer.model.parameters import seeded
 from swarm_peer.model.partition import StageSpec
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,15 +107,6 @@ class StageModule(nn.Module):
         return torch.autocast("cuda", dtype=AUTOCAST_DTYPES[self.section.precision], cache_enabled=caches)
 
 
-def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name, in the order of the module's own.
-
-    A parameter that is frozen (`requires_grad` is False) is not among them. Nor is any buffer: a family's follow from
-    the config, and those of a frozen base belong to the base.
-    """
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
 def allocate(module: StageModule) -> None:
     """Make the parameters real, on the CPU, with zeros."""
     for owner in module.modules():
@@ -135,14 +126,9 @@ def initialise(module: StageModule, seed: int) -> None:
             if name == "weight":
                 if isinstance(owner, (nn.Linear, nn.Embedding, Conv1D)):
                     path = f"{module_name}.{name}"
-                    values.normal_(std=module.family.weight_std(path), generator=_generator(seed, path))
+                    values.normal_(std=module.family.weight_std(path), generator=seeded(seed, path))
                 else:
                     values.fill_(module.family.norm_weight)
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
                 values[owner.padding_idx] = 0.0
             owner.register_parameter(name, nn.Parameter(values, parameter.requires_grad))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # torch takes 63 bits

@@ -17,9 +17,11 @@ from torch import Tensor
 from swarm_peer.codecs import find_codec
 from swarm_peer.codecs.floats import FP16_SCALE
 from swarm_peer.errors import RoundClosed
+from swarm_peer.model.adapters import add_adapters, clear_adapters, initialise_adapters
 from swarm_peer.model.checks import check_float, check_state, check_tokens
 from swarm_peer.model.clipping import Clipper
 from swarm_peer.model.forward_pass import ForwardPass
+from swarm_peer.model.frozen_base import keeper
 from swarm_peer.model.gradient_norm import (
     MAX_HIDDEN,
     check_hidden,
@@ -35,11 +37,13 @@ from swarm_peer.model.optimizer import (
     optimizer_state,
     optimizer_state_template,
 )
+from swarm_peer.model.parameters import trained_parameters
 from swarm_peer.model.partition import StageSpec
+from swarm_peer.model.peft_folder import adapter_source, load_adapters
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
-from swarm_peer.model.stage import StageModule, allocate, initialise, trained_parameters
+from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
 
 
@@ -56,6 +60,7 @@ class StageTrainer:
         cache_dir: where pretrained weights from the hub are kept
         blank: have trained weights of zeros, until load_state() or restart(): where others give the state, making or
             reading the initial ones would be for nothing
+        hollow: have no frozen weights either, and compute nothing: for state_template() alone
 
     Raises:
         UserError: pretrained weights that cannot be read or do not fit
@@ -76,6 +81,7 @@ class StageTrainer:
         device: torch.device | str = "cpu",
         cache_dir: Path | None = None,
         blank: bool = False,
+        hollow: bool = False,
     ):
         manifest = resolved.manifest
         self.manifest = manifest
@@ -85,8 +91,12 @@ class StageTrainer:
         self._cache_dir = cache_dir
         self.optimizer_step = 0
         self.num_samples = 0
-        self.module = self._make_module(blank=blank).to(self.device)
+        module = self._make_module(blank=blank or hollow, hollow=hollow)
+        self.module = module if hollow else module.to(self.device)
         self.trained = trained_parameters(self.module)
+        # Adapters are small, and begun anew on another device than at first, DoRA's would differ in their last bits.
+        adapts = manifest.model.adapter is not None
+        self._initial = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if adapts}
         self.optimizer = make_optimizer(manifest.optimizer, self.trained)
         self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
@@ -95,20 +105,31 @@ class StageTrainer:
         # Tells passes before a change of weights from those after it, even at one optimizer step.
         self.weights_version = 0
 
-    def _make_module(self, *, blank: bool = False) -> StageModule:
+    def _make_module(self, *, blank: bool = False, hollow: bool = False) -> StageModule:
         """The stage, on the CPU, with the run's initial weights.
 
         Args:
             blank: zeros will do for what is trained. Frozen weights are real all the same: no state has them
+            hollow: frozen weights are not wanted either
         """
         model = self.manifest.model
         module = StageModule(self.resolved.config, self.spec, model)
-        if blank and all(parameter.requires_grad for parameter in module.parameters()):
+        whole = model.adapter is None and all(parameter.requires_grad for parameter in module.parameters())
+        if blank and whole:
             allocate(module)
         elif model.pretrained is None:
             initialise(module, self.manifest.seed)
-        else:
-            load_pretrained(module, module.family, ModelSource(model.pretrained, self._cache_dir))
+        elif not hollow:
+            source = ModelSource(model.pretrained, self._cache_dir)
+            load_pretrained(module, module.family, source, keeper(model.base, module.family.layers))
+        if model.adapter is not None:
+            add_adapters(module, model.adapter)
+            if hollow:
+                clear_adapters(module)
+            else:
+                initialise_adapters(module, self.manifest.seed)
+                if (begins := adapter_source(model.adapter, self._cache_dir)) is not None:
+                    load_adapters(module, begins)
         return module
 
     @property
@@ -368,7 +389,7 @@ class StageTrainer:
         Raises:
             UserError: pretrained weights that cannot be read or do not fit; nothing has changed then
         """
-        initial = trained_parameters(self._make_module())
+        initial = self._initial or trained_parameters(self._make_module())
         for name, parameter in self.trained.items():
             parameter.copy_(initial[name])
         self.optimizer = make_optimizer(self.manifest.optimizer, self.trained)

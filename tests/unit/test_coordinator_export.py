@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_adapters import write_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coordinator.checkpoints.model_folder
@@ -45,11 +46,11 @@ CONFIGS = {
 ID = "12D3KooWQesj3rCQXBSXiQYgCbooCQU8No5gkgRdpAaK8ahDYgsJ"
 
 
-def trainers_of(family="gpt2", share_layers=False, **data):
+def trainers_of(family="gpt2", share_layers=False, model=None, **data):
     manifest = RunManifest.model_validate(
         {
             "name": "test",
-            "model": {"config": CONFIGS[family], "share_layers": share_layers},
+            "model": model or {"config": CONFIGS[family], "share_layers": share_layers},
             "stages": {"count": 2},
             "data": {"sequence_length": 12} | data,
             "training": {"steps": 9, "global_batch_size": 2, "microbatch_size": 2},
@@ -109,6 +110,28 @@ def test_the_newest_checkpoint_is_exported(family, share_layers, tmp_path, monke
     assert f"after 2 optimizer steps: {tmp_path / 'model'}" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits[1])
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_adapters_are_exported_alone_or_within_their_base(merge, tmp_path, monkeypatch, capsys):
+    base = write_base(CONFIGS["llama"], tmp_path / "base")
+    model = {"config": CONFIGS["llama"], "pretrained": str(base), "adapter": {"rank": 2}}
+    logits = train_and_save(trainers_of(model=model), str(tmp_path / "checkpoints"), 2)
+    options = ["--merge"] if merge else []
+    run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model", *options)
+    names = {"config.json", "model.safetensors"} if merge else {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(sample()).logits, logits[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_without_adapters_has_nothing_to_merge(tmp_path, monkeypatch, capsys):
+    train_and_save(trainers_of(), str(tmp_path / "checkpoints"), 1)
+    options = ["--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model", "--merge"]
+    line = one_line_of(monkeypatch, capsys, *options)
+    assert line.endswith("--merge: the run trains all of its model and has no adapters: leave it out")
+    assert not (tmp_path / "model").exists()
 
 
 DHT = SimpleNamespace(dial_by=lambda announced: None)

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from measured_memory import SHAPES, Case
+from tiny_adapters import write_base
 from tiny_models import CONFIGS, GPT2, LENGTH, LLAMA, VOCABULARY
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -277,6 +279,25 @@ def test_memory_is_predicted_as_it_is_measured(case: Case, memory_before: int) -
     predicted = stage_costs(resolved, "cuda")[case.stage].memory.peak_bytes(case.in_flight)
     print(f"{predicted / 1e6:.0f} MB predicted, {measured / 1e6:.0f} MB measured, {predicted / measured - 1:+.1%}")
     assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("base", ["fp32", "bf16", "int8", "nf4"])
+def test_adapters_are_trained_as_on_a_processor(base: str, precision: str, tmp_path: Path) -> None:
+    """On a base that is the same bit by bit, since it is quantised before it comes to the GPU."""
+    folder = write_base(LLAMA, tmp_path / "base")
+    model = {"pretrained": str(folder), "adapter": {"rank": 4, "dora": True}, "base": base, "precision": precision}
+    resolved = resolve(LLAMA, model=model, optimizer={"name": "sgd"})
+    on_gpu, on_cpu = (make_trainers(resolved, device) for device in ("cuda", "cpu"))
+    for trainers in (on_gpu, on_cpu):
+        train(trainers, range(2))
+    for mine, theirs in zip(on_gpu, on_cpu, strict=True):
+        buffers = dict(theirs.module.named_buffers())
+        for name, buffer in mine.module.named_buffers():
+            assert name.endswith("inv_freq") or torch.equal(buffer.cpu(), buffers[name])
+        expected = theirs.state()
+        for name, value in mine.state().items():
+            assert relative_error(value, expected[name]) < ROUNDING[precision], name
 
 
 BROKEN = """

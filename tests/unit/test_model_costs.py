@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from measured_memory import CASES, LONG, Case
+from measured_memory import CASES, KINDS, LONG, Case
 
 from swarm_peer.model.costs import optimizer_bytes, stage_costs
 from swarm_peer.model.stage import StageModule
@@ -18,21 +19,25 @@ ROOT = Path(__file__).parents[2]
 TOLERANCE = 0.15
 
 
-@pytest.fixture(scope="module")
-def figures() -> dict[str, tuple[float, float]]:
-    """Predicted and measured bytes of all cases."""
-    command = [sys.executable, "-m", "tests.measured_memory"]
+@cache
+def figures(kind: str) -> dict[str, tuple[float, float]]:
+    """Predicted and measured bytes of all cases of a kind, measured once."""
+    command = [sys.executable, "-m", "tests.measured_memory", kind]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     print(result.stdout)
-    return dict(zip((case.title for case in CASES), json.loads(result.stdout.splitlines()[-1]), strict=True))
+    titles = (case.title for case in KINDS[kind])
+    return dict(zip(titles, json.loads(result.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # the first one measures for all
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
-def test_memory_is_predicted_as_it_is_measured(case: Case, figures: dict[str, tuple[float, float]]) -> None:
-    predicted, measured = figures[case.title]
+@pytest.mark.timeout(300)  # the first one of each kind measures for all
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=case.title) for kind, cases in KINDS.items() for case in cases],
+)
+def test_memory_is_predicted_as_it_is_measured(kind: str, case: Case) -> None:
+    predicted, measured = figures(kind)[case.title]
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
@@ -73,3 +78,26 @@ def test_gradients_of_whole_parameters_are_counted_beside_the_accumulator() -> N
     ):
         gradient = 4 * vocabulary * LONG["hidden_size"]
         assert costs.memory.working_bytes + costs.memory.microbatch_bytes >= gradient, f"stage {spec}"
+
+
+@pytest.mark.parametrize("case", KINDS["adapters"], ids=lambda case: case.title)
+def test_what_is_frozen_costs_no_gradients_averages_and_states(case: Case) -> None:
+    adapted = stage_costs(case.resolved(), "cuda")[case.stage]
+    whole = stage_costs(case._replace(adapter=None, base="fp32").resolved(), "cuda")[case.stage]
+    assert adapted.parameters == whole.parameters + adapted.trained
+    assert adapted.memory.weight_gradient_bytes == 4 * adapted.trained
+    assert adapted.memory.optimizer_bytes == 8 * adapted.trained
+    # The mean gradients, the average, the initial adapters, and a state; and the replies, as they were.
+    assert whole.host_bytes - 20 * whole.trained == pytest.approx(adapted.host_bytes - 24 * adapted.trained)
+    bits = {"fp32": 32, "bf16": 16, "int8": 8, "nf4": 4.13}[case.base]
+    if case.stage == 1 and len(case.layers) == 3:  # elsewhere embedding or head are of 16 bits
+        held = adapted.memory.weight_bytes - 4 * adapted.trained
+        assert held == pytest.approx(whole.memory.weight_bytes * bits / 32, rel=0.01)
+
+
+def test_adapters_compute_less_than_training_all_weights() -> None:
+    case = next(case for case in KINDS["adapters"] if case.base == "nf4")
+    adapted, whole = (
+        stage_costs(each.resolved(), "cuda")[1] for each in (case, case._replace(adapter=None, base="fp32"))
+    )
+    assert 0.66 * whole.flops < adapted.flops < 0.8 * whole.flops, "there is one product less of three"

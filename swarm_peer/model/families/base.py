@@ -207,6 +207,11 @@ class Family(ABC):
         """One layer, which layer_arguments() of its kind are for."""
         return self.layer_class(self.config, layer_idx=index)
 
+    def hollow_layer(self, index: int) -> nn.Module:
+        """One layer whose parameters are shapes alone."""
+        with shapes_only():
+            return self.build_layer(index)
+
     def build_rotary(self) -> nn.Module | None:
         """The module of rotary positions, which holds no weights; None where the family has none."""
         return None
@@ -241,8 +246,7 @@ class Family(ABC):
 
         Counted are products with the layer's matrices and causal attention; the rest is negligible.
         """
-        with shapes_only():
-            layer = self.build_layer(index)
+        layer = self.hollow_layer(index)
         matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.ndim > 1)
         sizes = _sizes(layer)
         return Cost(sum(sizes), 2 * matrices + self.attention_flops(index, sequence_length), max(sizes))
