@@ -186,7 +186,8 @@ class RoundDriver:
         self._ended = ended
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
-        self._results: dict[str, list[Tensor]] = {}
+        # Of cuts, by their hashes, with their rounds: one of them becomes an entry.
+        self._results: dict[str, tuple[int, list[Tensor]]] = {}
         # The entry that the weights embody, and the restart that it is of. Where updates are delayed, a round goes on
         # with the weights that it began with, while the core has come further.
         self._weights: tuple[Restart | None, str] = (None, "")
@@ -321,7 +322,8 @@ class RoundDriver:
             if not entry.cut.averages:
                 self.updates.setdefault(entry.hash, [])
             elif entry.cut.hash in self._results:
-                self.updates[entry.hash] = self._results.pop(entry.cut.hash)
+                self.updates[entry.hash] = self._results.pop(entry.cut.hash)[1]
+        self._results = {cut: each for cut, each in self._results.items() if each[0] >= member.log.next_round}
 
     def _note_ledger(self, member: Member) -> None:
         """Keep the ledger as it is after this entry: it goes with the weights, which may come to the entry later."""
@@ -331,8 +333,9 @@ class RoundDriver:
                 del self._ledgers[next(iter(self._ledgers))]
 
     def _drop_old_updates(self, member: Member) -> None:
-        applied = [head for _, head in sorted(member.log.heads().items())]
-        applied = applied[: applied.index(self._weights[1]) + 1]
+        heads = [head for _, head in sorted(member.log.heads().items())]
+        # None, if another log has taken the place of this one meanwhile: then a state is taken over.
+        applied = heads[: heads.index(self._weights[1]) + 1] if self._weights[1] in heads else []
         kept = {*applied[-KEPT_UPDATES:], *set(member.log.heads().values()) - set(applied)}
         self.updates = {entry: averages for entry, averages in self.updates.items() if entry in kept}
 
@@ -466,7 +469,7 @@ class RoundDriver:
                 log.warning("average_failed round=%d attempt=%d reason=%s", cut.round, cut.attempt, error)
                 member.failed(cut, error.blamed)
             else:
-                self._results[cut.hash] = averages
+                self._results[cut.hash] = cut.round, averages
                 member.averaged(cut, digest)
             if self._averaging is averaging:
                 self._averaging = None
