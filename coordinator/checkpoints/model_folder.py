@@ -106,6 +106,7 @@ async def _fetch(
     check_merge(resolved.manifest, merge, data_dir)
     async with open_transport(run.dht, run.metrics) as transport:
         receiver = StateReceiver(resolved, SystemThreads(), folder, only_weights=True)
+        await receiver.templates()  # where there are adapters, they take seconds: peers keep no snapshot for long
         return resolved, await fetch_snapshots(transport, run.directory, resolved, receiver)
 
 
