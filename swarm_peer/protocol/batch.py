@@ -37,7 +37,11 @@ class Batch:
         done = self._counted[sender].done.body
         self._counted = {seat: each for seat, each in self._counted.items() if each.done.body.round >= next_round}
         self._grants.follow(epoch.roster(0), ledger, next_round, context.decided_in(next_round + context.lag))
-        self._grants.note_done(sender, done.round, done.samples, context.believed(done), now_s)
+        present = (each.done.body for seat, each in self._counted.items() if seat in epoch.roster(0))
+        counts = [count for count in present if count.round == done.round]
+        believed = context.believed(counts)
+        for count in counts:
+            self._grants.note_done(count.author, count.round, count.samples, believed[count.author], now_s)
         return self._grants.grant(sender, counted.wants, ledger, now_s)
 
     def close(self, number: int, base: Base, epoch: Epoch) -> Close | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm_peer.policy.data.ledger import Ledger
@@ -65,8 +65,8 @@ class RoundRules:
 
     @property
     def most_weight(self) -> int:
-        """The weight that one contribution may have: a batch may be exceeded, and a period has several."""
-        return 2 * self.batch * self.period
+        """The weight that one contribution may have: failed work is done again, and a period has several batches."""
+        return (4 * self.batch + 64 * self.unit) * self.period
 
     def averages(self, number: int) -> bool:
         """Whether a round ends with an average."""
@@ -81,26 +81,33 @@ class RoundRules:
         counts = [signed.body for signed in close.counts]
         if len({done.author for done in counts}) < len(counts) or len({done.base for done in counts}) > 1:
             return False
-        total, own, most = 0, defaultdict[str, int](int), defaultdict[str, int](int)
         for done in counts:
             epoch = epoch_of(done.epoch)
             if epoch is None or done.round != close.round or done.author not in epoch.roster(0):
                 return False
-            others, within, most_within = self._acknowledged(done, epoch_of)
-            others = min(others, done.samples)
-            vote = epoch.vote_of(done.author)
-            total += others
-            own[vote] += min(within, done.samples - others)
-            most[vote] = max(most[vote], most_within)
-        return total + sum(min(own[vote], most[vote]) for vote in own) >= self.batch
+        return sum(self.believed(counts, epoch_of).values()) >= self.batch
 
-    def believed(self, done: Done, epoch_of: EpochOf) -> int:
-        """The samples of a count for which seats of stage 1 have signed.
+    def believed(self, counts: Sequence[Done], epoch_of: EpochOf) -> dict[Seat, int]:
+        """The samples of each author's count of a round for which seats of stage 1 have signed.
 
-        Those of the author's own ticket are believed as far as its part of stage 1 goes, for all of its seats together.
+        Those of a ticket's own seats are believed as far as its part of stage 1 goes, for all of its counts together.
         """
-        others, own, most = self._acknowledged(done, epoch_of)
-        return min(done.samples, others + min(own, most))
+        found, own, most = dict[Seat, int](), dict[Seat, int](), defaultdict[str, int](int)
+        votes = {done.author: self._vote_of(done, epoch_of) for done in counts}
+        for done in counts:
+            others, within, most_within = self._acknowledged(done, epoch_of)
+            found[done.author] = min(others, done.samples)
+            own[done.author] = min(within, done.samples - found[done.author])
+            most[votes[done.author]] = max(most[votes[done.author]], most_within)
+        for author, samples in own.items():
+            counted = min(samples, most[votes[author]])
+            most[votes[author]] -= counted
+            found[author] += counted
+        return found
+
+    def _vote_of(self, done: Done, epoch_of: EpochOf) -> str:
+        epoch = epoch_of(done.epoch)
+        return epoch.vote_of(done.author) if epoch is not None else done.author.ticket
 
     def _acknowledged(self, done: Done, epoch_of: EpochOf) -> tuple[int, int, int]:
         """The samples that seats of other tickets have signed for, those of its own, and how many of these count."""
@@ -354,15 +361,10 @@ class Core:
         return []
 
     def _is_reign(self, stage: int, reign: EpochId) -> bool:
-        """Whether the leader of a stage can have led since an epoch, as far as this peer has followed epochs."""
-        epochs = [certified.epoch for certified in self.membership.chain]
-        leader = epochs[-1].leader(stage)
-        since = epochs[-1].id
-        for epoch in reversed(epochs):
-            if epoch.leader(stage) != leader:
-                break
-            since = epoch.id
-        return reign == since or (reign < since == epochs[0].id)
+        """Whether the leader of a stage can have led since an epoch, as far as its chain is known here."""
+        leader = self.epoch.leader(stage)
+        known = {each.epoch.id: each.epoch.leader(stage) for each in self.membership.chain}
+        return reign <= self.epoch.id and known.get(reign, leader) == leader
 
     def _is_late(self, now_s: float, stage: int, number: int) -> bool:
         """Whether this peer has known for long that a round is over, so that others need not wait for it."""

@@ -41,6 +41,11 @@ class Contribution(NamedTuple):
     samples: tuple[WindowRange, ...]
     base: Base
 
+    def is_within(self, most: int) -> bool:
+        """Whether it has no more weight and samples than a contribution can have."""
+        is_short = num_windows(self.samples) <= most and len(self.samples) <= MAX_RANGES
+        return is_short and 0 <= self.weight <= most
+
 
 @dataclass(frozen=True)
 class HandedOver(Statement):
@@ -67,13 +72,7 @@ class Part(NamedTuple):
 
     def is_within(self, number: int, most: int) -> bool:
         """Whether each contribution is of a round, and has no more weight and samples than it can have."""
-        return all(
-            each.name.round == number
-            and 0 <= each.weight <= most
-            and num_windows(each.samples) <= most
-            and len(each.samples) <= MAX_RANGES
-            for each in self.brings
-        )
+        return all(each.name.round == number and each.is_within(most) for each in self.brings)
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,16 @@ class Cut:
         """The samples that it holds."""
         return tuple(item for each in self.brings for item in each.samples)
 
-    def holds(self, mine: Part, ledger: Ledger | None) -> bool:
+    def holds(self, mine: Part, ledger: Ledger | None, most: int) -> bool:
         """Whether it holds all that a member brings and that is of its base, and has it bring nothing else.
 
         Args:
             ledger: at stage 0, where what holds a sample twice is left out
+            most: weight of a contribution; one of more is left out
         """
         names = {each.name for each in self.brings}
-        missing = [each for each in mine.brings if each.base in ((), self.base) and each.name not in names]
+        due = (each for each in mine.brings if each.base in ((), self.base) and each.name not in names)
+        missing = [each for each in due if each.is_within(most)]
         if ledger is not None:
             missing = [each for each in missing if not repeats([*self.samples, *each.samples], ledger)]
         own = next((part.brings for part in self.parts if part.seat == mine.seat), ())

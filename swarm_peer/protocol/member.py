@@ -307,7 +307,7 @@ class Member:
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
-        is_full = cut.holds(mine, self.ledger)
+        is_full = cut.holds(mine, self.ledger, self._context.most_weight)
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
         if not (is_full and has_base and cut.is_within(self._context.most_weight)):
             return False

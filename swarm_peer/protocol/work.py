@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarm_peer.policy.data.ranges import WindowRange, merge_ranges
@@ -36,7 +36,7 @@ class RoundContext:
         averages: whether a round ends with an average
         is_rooted: whether all members tell the root of the state that a round begins with
         fills: whether counts fill the batch of a round
-        believed: the samples of a count that there are receipts for
+        believed: the samples of each author's count of a round that there are receipts for
         epoch_of: an epoch that was chosen, by its id
         sign: signs as this process's seat
     """
@@ -49,7 +49,7 @@ class RoundContext:
     averages: Callable[[int], bool]
     is_rooted: Callable[[int], bool]
     fills: Callable[[Close], bool]
-    believed: Callable[[Done], int]
+    believed: Callable[[Sequence[Done]], dict[Seat, int]]
     epoch_of: EpochOf
     sign: Sign
     timing: Timing

@@ -117,7 +117,7 @@ class Cluster:
             averages=self.rounds.averages,
             is_rooted=self.rounds.is_rooted,
             fills=lambda close: self.rounds.fills(close, membership.epoch_of),
-            believed=lambda done: self.rounds.believed(done, membership.epoch_of),
+            believed=lambda counts: self.rounds.believed(counts, membership.epoch_of),
             epoch_of=membership.epoch_of,
             sign=sign,
             timing=self.timing,

@@ -35,8 +35,8 @@ class Desk:
         self.pool = SamplePool(context=context, reader=self.reader)
         self.context = RoundContext(
             num_stages=1, batch=4, unit=1, most_weight=8, lag=0, averages=lambda n: True, is_rooted=lambda n: False,
-            fills=lambda c: True, believed=lambda d: d.samples, epoch_of=lambda e: None,
-            sign=lambda body: Signed(body, b""), timing=Timing(),
+            fills=lambda c: True, believed=lambda counts: {d.author: d.samples for d in counts},
+            epoch_of=lambda e: None, sign=lambda body: Signed(body, b""), timing=Timing(),
         )  # fmt: skip
         self.member = Member(me=ME, stage=0, restart=BEGINNING, context=self.context)
         self.member.reign = REIGN

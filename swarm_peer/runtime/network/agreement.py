@@ -118,7 +118,7 @@ class Agreement:
                 averages=rounds.averages,
                 is_rooted=rounds.is_rooted,
                 fills=lambda close: rounds.fills(close, membership.epoch_of),
-                believed=lambda done: rounds.believed(done, membership.epoch_of),
+                believed=lambda counts: rounds.believed(counts, membership.epoch_of),
                 epoch_of=membership.epoch_of,
                 sign=self.statements.sign,
                 timing=timing,
