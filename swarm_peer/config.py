@@ -196,6 +196,8 @@ class DataSection(Section):
     """allow a tokenizer that is not the pretrained model's own: to its weights, the same ids mean other tokens"""
     sequence_length: int = Field(ge=2, le=1 << 20)
     """tokens of a sample, T"""
+    packing: bool = False
+    """put several short records into a sample, none of which attends to another; not for text, which is cut anyway"""
     shuffle_buffer: Count = Field(1024, ge=1)
     """size of the buffer that shuffles a stream, in documents and in samples"""
     validation_documents: Count = Field(64, ge=1)
@@ -216,6 +218,8 @@ class DataSection(Section):
             raise ValueError(
                 f"loss_on={self.loss_on!r} is for chats, and format={self.format!r} has none: leave it out"
             )
+        if self.format == "text" and self.packing:
+            raise ValueError("packing=true is for records, and format='text' is cut into full samples: leave it out")
         if self.format != "text" and self.dataset == "embedded":
             raise ValueError(
                 f"format={self.format!r} is of records in json, parquet or arrow, and dataset='embedded' is text: name "

@@ -36,6 +36,15 @@ def begin_documents(marked: Tokens) -> Tokens:
     return (marked & BEGINS_DOCUMENT) != 0
 
 
+def positions_in_documents(marked_BT: Any) -> Any:
+    """The position of each token in its document, for tensors of torch's."""
+    import torch
+
+    positions_BT = torch.arange(marked_BT.shape[1], device=marked_BT.device).expand(marked_BT.shape)
+    starts_BT = positions_BT.where(begin_documents(marked_BT), torch.zeros_like(positions_BT)).cummax(dim=1).values
+    return positions_BT - starts_BT
+
+
 def num_targets(marked_BS: Tokens) -> int:
     """How many tokens are learnt. The first of each sample is not: there is nothing that it follows from."""
     return int(are_learnt(marked_BS[..., 1:]).sum())

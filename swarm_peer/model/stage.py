@@ -67,6 +67,7 @@ class StageModule(nn.Module):
         inputs: Tensor,
         targets_BT: Tensor | None = None,
         learnt_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
         *,
         last_token: bool = False,
     ) -> Tensor:
@@ -76,6 +77,7 @@ class StageModule(nn.Module):
             inputs: tokens_BT (int64) for the first stage, hidden_BTD for the others
             targets_BT: token ids (int64) that follow the inputs; for the last stage only
             learnt_BT: which of the targets count; all if None
+            positions_BT: of the inputs in their documents, where samples have several
             last_token: on the last stage, compute the logits of the last position only
 
         Returns:
@@ -87,8 +89,10 @@ class StageModule(nn.Module):
         layers = body.get_submodule(self.family.layers)
         kinds = [self.family.layer_kind(index) for index in self.spec.layers]
         with self._autocast(inputs.device):
-            hidden_BTD = self.family.embed(body, inputs) if self.spec.is_first else inputs
-            arguments = {kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD) for kind in set(kinds)}
+            hidden_BTD = self.family.embed(body, inputs, positions_BT) if self.spec.is_first else inputs
+            arguments = {
+                kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD, positions_BT) for kind in set(kinds)
+            }
             for name, kind in zip(self.layer_names, kinds, strict=True):
                 layer = layers.get_submodule(name)
                 if self.section.activation_checkpointing and torch.is_grad_enabled():

@@ -45,7 +45,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
 from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
-from swarm_peer.token_marks import are_learnt, ids_of, num_targets
+from swarm_peer.token_marks import are_learnt, ids_of, num_targets, positions_in_documents
 
 
 class StageTrainer:
@@ -433,23 +433,26 @@ class StageTrainer:
         self.optimizer_step = optimizer_step
         self.weights_version += 1
 
-    def _prepare(self, tokens_BS: Tensor, hidden_BTD: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Inputs and targets of the module, and which of the latter count, checked, on its device."""
+    def _prepare(
+        self, tokens_BS: Tensor, hidden_BTD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The inputs of the module, its targets, which of these count, and positions; checked, on its device."""
         assert (hidden_BTD is None) == self.spec.is_first, "hidden states come from the stage before, if there is one"
         config = self.module.config
         check_tokens(tokens_BS, config, self.spec, has_marks=self._has_marks)
-        targets_BT = learnt_BT = None
-        if self._has_marks and self.spec.is_last:
-            learnt_BT = are_learnt(tokens_BS[:, 1:]).to(self.device)
+        targets_BT = learnt_BT = positions_BT = None
         if self._has_marks:
+            learnt_BT = are_learnt(tokens_BS[:, 1:]).to(self.device) if self.spec.is_last else None
+            if self.manifest.data.packing:
+                positions_BT = positions_in_documents(tokens_BS[:, :-1].to(self.device))
             tokens_BS = ids_of(tokens_BS)
         if self.spec.is_last:
             targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
         if hidden_BTD is None:
-            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT, learnt_BT
+            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT, learnt_BT, positions_BT
         check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
         check_hidden(hidden_BTD, MAX_HIDDEN)
-        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT, learnt_BT
+        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT, learnt_BT, positions_BT
 
 
 def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:

@@ -79,6 +79,10 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
             "another data set, or set format to text",
         ),
         (
+            "data.packing=true",
+            "data: packing=true is for records, and format='text' is cut into full samples: leave it out",
+        ),
+        (
             "data.loss_on=completion",
             "data: loss_on='completion' is for chats, and format='text' has none: leave it out",
         ),

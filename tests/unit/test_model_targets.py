@@ -16,14 +16,16 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.architecture import parse_model_config
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.token_marks import NOT_LEARNT, are_learnt, ids_of, num_targets
+from swarm_peer.token_marks import BEGINS_DOCUMENT, NOT_LEARNT, are_learnt, ids_of, num_targets
 from swarm_peer.wire.codecs import decode_tokens, encode_tokens
 
 LENGTH = 250
 LONG: dict[str, Any] = LLAMA | {"max_position_embeddings": LENGTH}
 
 
-def resolved(config: dict[str, Any] = LONG, length: int = LENGTH, **averaging: Any) -> ResolvedManifest:
+def resolved(
+    config: dict[str, Any] = LONG, length: int = LENGTH, *, packing: bool = False, **averaging: Any
+) -> ResolvedManifest:
     return ResolvedManifest.of(
         RunManifest.model_validate(
             {
@@ -31,7 +33,13 @@ def resolved(config: dict[str, Any] = LONG, length: int = LENGTH, **averaging: A
                 "seed": 3,
                 "model": {"config": config},
                 "stages": {"count": 2},
-                "data": {"sequence_length": length, "format": "messages", "dataset": "json", "files": ["a"]},
+                "data": {
+                    "sequence_length": length,
+                    "packing": packing,
+                    "format": "messages",
+                    "dataset": "json",
+                    "files": ["a"],
+                },
                 "training": {"steps": 4, "global_batch_size": 2, "microbatch_size": 1, "max_grad_norm": None},
                 "optimizer": {"name": "sgd", "learning_rate": 0.5},
                 "averaging": averaging,
@@ -146,6 +154,43 @@ def test_what_is_not_learnt_changes_nothing_behind(config: dict[str, Any]) -> No
         value = trainers[0].evaluate(tokens)
         losses.append(trainers[1].evaluate(tokens, value) * (tokens.shape[1] - 1))
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("lengths", [(5, 8), (1, 6, 1, 5), (3, 2)])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_packed_documents_are_each_as_if_alone(config: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """Losses, and the gradients of all weights, in whatever order the documents stand and whatever is beside them."""
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+    alone, packed = Baseline(resolved(config, 12)), Baseline(resolved(config, 12, packing=True))
+    rows = [torch.full((1, 13), 7 | NOT_LEARNT) for _ in documents]
+    for row, document in zip(rows, documents, strict=True):
+        row[0, : len(document)] = document
+        row[0, 0] |= NOT_LEARNT | BEGINS_DOCUMENT
+    together = torch.full((2, 13), 7 | NOT_LEARNT)
+    together[0, : sum(lengths)] = torch.cat([row[0, :length] for row, length in zip(rows, lengths, strict=True)])
+    together[1] = rows[0]  # a sample of one document beside one of several
+    losses = [
+        baseline.accumulate(microbatch, b"id")
+        for baseline, microbatch in ((alone, torch.cat([*rows, rows[0]])), (packed, together))
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for one, other in zip(alone.trainers, packed.trainers, strict=True):
+        assert one.weight == other.weight
+        for name, mean, expected in zip(one.trained, other.mean_gradients(), one.mean_gradients(), strict=True):
+            torch.testing.assert_close(
+                mean, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_without_packing_documents_would_see_each_other(config: dict[str, Any]) -> None:
+    """That the test above can fail."""
+    tokens = torch.arange(13)[None] | torch.tensor(
+        [NOT_LEARNT | BEGINS_DOCUMENT] + [0] * 5 + [NOT_LEARNT | BEGINS_DOCUMENT] + [0] * 6
+    )
+    losses = [Baseline(resolved(config, 12, packing=packing)).accumulate(tokens, b"id") for packing in (False, True)]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-5)
 
 
 def test_marks_on_the_wire() -> None:

@@ -33,7 +33,7 @@ from swarm_peer.runtime.data.slices import (
     validation_samples,
 )
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer, load_tokenizer
-from swarm_peer.token_marks import are_learnt, ids_of
+from swarm_peer.token_marks import are_learnt, begin_documents, ids_of
 
 LENGTH = 32
 
@@ -693,3 +693,25 @@ def test_a_file_of_another_format_is_told(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("a\n\nb")
     with pytest.raises(UserError, match=r"it is text, and data\.format is of records in json, parquet or arrow"):
         validation_samples(manifest(dataset="text", files=[f"{tmp_path}/b.txt"], format="alpaca"), 4)
+
+
+def test_packed_samples_hold_each_record_whole(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", chats(200))
+    run = manifest(
+        dataset="json", files=[file], format="messages", chat_template=CHAT_TEMPLATE, packing=True, sequence_length=96
+    )
+    reader = SliceReader(manifest=run)
+    samples = [tokens for index in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, index))]
+    texts = []
+    for sample in samples:
+        starts = np.flatnonzero(begin_documents(sample))
+        assert starts[0] == 0
+        for document in np.split(sample, starts[1:]):
+            text = BytesTokenizer().decode([token for token in ids_of(document).tolist() if token])
+            assert not are_learnt(document)[0], "nothing comes before it"
+            assert BytesTokenizer().decode(ids_of(document)[are_learnt(document)].tolist()) == text[text.index("a:") :]
+            texts.append(text)
+    assert len(samples) < 0.5 * len(texts)
+    assert len(set(texts)) == len(texts) == 180
+    again = [tokens for index in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, index))]
+    assert all(np.array_equal(one, other) for one, other in zip(samples, again, strict=True))

@@ -38,6 +38,7 @@ class ExampleMaker:
 
     Attributes:
         counts: documents that have come to nothing or have been cut, by what has happened
+        packs: whether several of them make one sample
 
     Raises:
         UserError: there are chats, and no template for them
@@ -45,6 +46,7 @@ class ExampleMaker:
 
     def __init__(self, section: DataSection, tokenizer: Tokenizer):
         self.counts = Counter[str]()
+        self.packs = section.packing
         self._section = section
         self._tokenizer = tokenizer
         self._loss_on = section.loss_on or LOSS_ON[section.format]
