@@ -25,11 +25,11 @@ def samples_from(
     """
     examples = (maker.example(document, length + 1) for document in documents)
     made = (example for example in examples if example is not None)
-    for together in _packed(made, length + 1) if maker.packs else ([example] for example in made):
+    for together in packed(made, length + 1) if maker.packs else ([example] for example in made):
         yield _filled(together, length, padding_id)
 
 
-def _packed(examples: Iterable[Example], room: int) -> Iterator[list[Example]]:
+def packed(examples: Iterable[Example], room: int) -> Iterator[list[Example]]:
     """Groups of examples that fit into so many tokens."""
     samples: list[tuple[int, list[Example]]] = []  # how many tokens are free, and the examples
     for example in examples:
