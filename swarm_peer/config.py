@@ -185,8 +185,8 @@ class DataSection(Section):
     fields: dict[str, Name] = {}
     """the records' own names for fields of the format, such as {messages: dialogue}"""
     loss_on: LossOn | None = None
-    """the tokens that are learnt: all; those that the assistant says; or the completion's, which is its last turn, or
-    the answer to a prompt. If not given, assistant for messages and sharegpt, completion for the other two"""
+    """the tokens that are learnt: all; the assistant's; or the completion's, which is its last turn or the answer to a
+    prompt. If not given, assistant for messages and sharegpt, completion for the other two"""
     chat_template: str | None = None
     """template that makes text of messages: Jinja, or a file's path; if not given, the tokenizer's own"""
     tokenizer: Name = "bytes"
@@ -221,10 +221,8 @@ class DataSection(Section):
         if self.format == "text" and self.packing:
             raise ValueError("packing=true is for records, and format='text' is cut into full samples: leave it out")
         if self.format != "text" and self.dataset == "embedded":
-            raise ValueError(
-                f"format={self.format!r} is of records in json, parquet or arrow, and dataset='embedded' is text: name "
-                f"another data set, or set format to text"
-            )
+            reason = "dataset='embedded' is text: name another data set, or set format to text"
+            raise ValueError(f"format={self.format!r} is of records in json, parquet or arrow, and {reason}")
         if local and not self.files:
             raise ValueError(f"dataset={self.dataset!r} needs files: name at least one file or glob pattern")
         if self.subset is not None and (self.files or self.dataset == "embedded"):
