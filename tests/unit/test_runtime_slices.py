@@ -715,3 +715,11 @@ def test_packed_samples_hold_each_record_whole(tmp_path: Path) -> None:
     assert len(set(texts)) == len(texts) == 180
     again = [tokens for index in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, index))]
     assert all(np.array_equal(one, other) for one, other in zip(samples, again, strict=True))
+
+
+def test_small_data_sets_of_records_have_slices_for_all_who_read(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", chats(100))
+    section = {"dataset": "json", "files": [file], "chat_template": CHAT_TEMPLATE, "sequence_length": 2048}
+    assert SliceReader(manifest=manifest(format="messages", **section)).num_slices() == MIN_SLICES
+    section["sequence_length"] = 128
+    assert 1 < SliceReader(manifest=manifest(format="messages", packing=True, **section)).num_slices() < MIN_SLICES

@@ -64,6 +64,9 @@ MIN_SLICES = 64
 MIN_SLICE_WINDOWS = 32
 BYTES_PER_TOKEN = 4
 
+# Of records that are packed, nothing is lost at the end of a slice, but the last samples are not as full as others.
+MIN_PACKED_WINDOWS = 4
+
 # Small files are joined until slices have about this size, as long as enough slices remain.
 JOINED_SLICE_BYTES = 1 << 20
 
@@ -469,8 +472,11 @@ def _cut_shards(num_shards: int, section: DataSection) -> tuple[int, int]:
     if num_bytes is None:
         num_groups, at_least = num_shards, MIN_SLICES
     else:
-        room = num_bytes // (MIN_SLICE_WINDOWS * BYTES_PER_TOKEN * section.sequence_length)
-        at_least = min(max(room, 1), MIN_SLICES)
+        min_windows = MIN_PACKED_WINDOWS if section.packing else MIN_SLICE_WINDOWS
+        room = num_bytes // (min_windows * BYTES_PER_TOKEN * section.sequence_length)
+        # Where a record is a sample, slices may be as short as they like: data for fine-tuning is often small.
+        is_whole = section.has_targets and not section.packing
+        at_least = MIN_SLICES if is_whole else min(max(room, 1), MIN_SLICES)
         num_groups = min(num_shards, max(at_least, num_bytes // JOINED_SLICE_BYTES))
     num_groups = min(num_groups, MAX_SLICES)
     return num_groups, math.ceil(at_least / num_groups)
