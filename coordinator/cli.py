@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from coordinator.commands.check_data import check_data
 from coordinator.commands.export import export
 from coordinator.commands.invites import invite, invites, revoke
 from coordinator.commands.live import dashboard, end, evaluate, sample, status
@@ -16,6 +17,7 @@ from swarm_peer.cli import make_app, run_app
 # Of each command, in the order of use.
 EXAMPLES: dict[Callable[..., None], str] = {
     local: "swarm-coordinator local demo --peers 2,2",
+    check_data: "swarm-coordinator check-data my-chats.yaml --set data.packing=true",
     serve: "swarm-coordinator serve demo\nswarm-coordinator serve gpt2-124m --set training.steps=500",
     invite: "swarm-coordinator invite --label alice --expires 7d",
     invites: "swarm-coordinator invites runs/demo",

@@ -39,6 +39,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 MAX_COMPUTE_THREADS = 4096
 # Kinds of files of a data set.
 FileKind = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
+# Kinds of records of a data set, and the tokens of these that may be learnt.
+DataFormat = Literal["text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"]
+LossOn = Literal["all", "assistant", "completion"]
 # The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
 NAME = r"^[^\x00-\x1f\x7f]+$"
 Name = Annotated[str, Field(pattern=NAME)]
@@ -173,8 +176,19 @@ class DataSection(Section):
     """name of the data set's configuration, as its card has it"""
     split: Name = "train"
     """split to train on"""
+    format: DataFormat = "text"
+    """what a record holds: text; messages (a list of role and content); prompt_completion (both texts, or messages);
+    alpaca (instruction, input, output); sharegpt (conversations of from and value); tokens (input_ids, and labels with
+    -100 where nothing is learnt)"""
     text_field: str = "text"
     """name of the field that holds the text"""
+    fields: dict[str, Name] = {}
+    """the records' own names for fields of the format, such as {messages: dialogue}"""
+    loss_on: LossOn | None = None
+    """the tokens that are learnt: all; the assistant's; or the completion's, which is its last turn or the answer to a
+    prompt. If not given, assistant for messages and sharegpt, completion for the other two"""
+    chat_template: str | None = None
+    """template that makes text of messages: Jinja, or a file's path; if not given, the tokenizer's own"""
     tokenizer: Name = "bytes"
     """bytes, or a tokenizer's local folder or hub name, perhaps with @REVISION; if not given, the pretrained model's
     own, or bytes where the weights are random"""
@@ -182,14 +196,33 @@ class DataSection(Section):
     """allow a tokenizer that is not the pretrained model's own: to its weights, the same ids mean other tokens"""
     sequence_length: int = Field(ge=2, le=1 << 20)
     """tokens of a sample, T"""
+    packing: bool = False
+    """put several short records into a sample, none of which attends to another; not for text, which is cut anyway"""
     shuffle_buffer: Count = Field(1024, ge=1)
     """size of the buffer that shuffles a stream, in documents and in samples"""
     validation_documents: Count = Field(64, ge=1)
     """documents kept from training, for validation"""
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether samples say which of their tokens are learnt. Text is learnt whole."""
+        return self.format != "text"
+
     @model_validator(mode="after")
     def _files_match(self) -> DataSection:
         local = self.dataset in get_args(FileKind)
+        if self.format in ("text", "tokens") and self.loss_on not in (None, "all"):
+            raise ValueError(
+                f"loss_on={self.loss_on!r} is for chats, and format={self.format!r} has none: leave it out"
+            )
+        if self.format == "text" and self.packing:
+            raise ValueError("packing=true is for records, and format='text' is cut into full samples: leave it out")
+        if self.format != "text" and self.dataset == "embedded":
+            reason = "dataset='embedded' is text: name another data set, or set format to text"
+            raise ValueError(f"format={self.format!r} is of records in json, parquet or arrow, and {reason}")
         if local and not self.files:
             raise ValueError(f"dataset={self.dataset!r} needs files: name at least one file or glob pattern")
         if self.subset is not None and (self.files or self.dataset == "embedded"):

@@ -33,6 +33,7 @@ from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
+from swarm_peer.token_marks import weight_of
 from swarm_peer.wire.codecs import decode, encode_tokens
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import Mode
@@ -136,7 +137,7 @@ class LiveModel:
             await self._refresh_view()
             for number, result in zip(missing, await self._score([batches[n] for n in missing]), strict=True):
                 results[number] = result
-        loss = sum(loss_sum for _, loss_sum in results) / len(samples_NS)
+        loss = sum(loss_sum for _, loss_sum in results) / weight_of(samples_NS, self._manifest.data)
         rounds = [round_number for round_number, _ in results]
         await self._refresh_view()
         return Evaluation(

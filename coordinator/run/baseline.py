@@ -26,6 +26,7 @@ from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UPDATES_MISSED
 from swarm_peer.runtime.data.slices import sample_stream, validation_samples
+from swarm_peer.token_marks import weight_of
 from swarm_peer.wire.codecs import decode, encode, rounding_seed
 from swarm_peer.wire.fields import MAX_LOSS
 
@@ -56,14 +57,15 @@ class Baseline:
         microbatches = list(microbatches)
         if ids is None:
             ids = [f"{self.trainers[0].optimizer_step}/{number}".encode() for number in range(len(microbatches))]
-        loss_sum, num_samples = 0.0, 0
+        loss_sum, num_samples, weight = 0.0, 0, 0.0
         for tokens_BS, microbatch_id in zip(microbatches, ids, strict=True):
             loss_sum += self.accumulate(tokens_BS, microbatch_id)
             num_samples += len(tokens_BS)
+            weight += weight_of(tokens_BS, self.manifest.data)
         results = [result for trainer in self.trainers for result in end_round([trainer])]
         has_missed = any(result.skipped and not math.isfinite(result.grad_norm) for result in results)
         self.num_missed = self.num_missed + 1 if has_missed else 0
-        return loss_sum / num_samples, num_samples
+        return loss_sum / weight, num_samples
 
     def accumulate(self, tokens_BS: torch.Tensor, microbatch_id: bytes) -> float:
         """Add a microbatch's gradients to the accumulators of all stages. Returns the sum of its samples' losses."""
@@ -78,7 +80,7 @@ class Baseline:
             for trainer in self.trainers[1:]:
                 value = trainer.evaluate(tokens_BS, _received(value, self.manifest.wire.activations))
             loss_sum += float(value.sum())
-        return loss_sum / len(samples)
+        return loss_sum / weight_of(samples, self.manifest.data)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The weights and optimizer states of all stages."""
@@ -118,8 +120,8 @@ class ReplicatedBaseline:
         loss_sum = accumulate(self.stages, dict(zip(ids, microbatches, strict=True)), orders_of_ids)
         for replicas in self.stages:
             end_round(replicas)
-        num_samples = sum(map(len, microbatches))
-        return loss_sum / num_samples, num_samples
+        data = self.stages[0][0].manifest.data
+        return loss_sum / sum(weight_of(each, data) for each in microbatches), sum(map(len, microbatches))
 
 
 def accumulate(
@@ -166,18 +168,18 @@ def end_round(replicas: Sequence[StageTrainer]) -> list[StepResult]:
         replicas: in the order of their peers' ids, in which stage-mates add what they bring. The last digits of an
             average depend on it
     """
-    brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples) for trainer in replicas]
+    brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.weight) for trainer in replicas]
     averages = _mean(brought) if len(brought) > 1 else brought[0][0]  # a peer without stage-mates takes its own
     return [trainer.apply(averages) for trainer in replicas]
 
 
 def _mean(brought: Sequence[tuple[Sequence[torch.Tensor], int]]) -> list[torch.Tensor]:
-    """The mean over samples, as the all-reduce computes it."""
-    total = max(sum(samples for _, samples in brought), 1)
+    """The mean over what they weigh, as the all-reduce computes it."""
+    total = max(sum(weight for _, weight in brought), 1)
     averages = [torch.zeros_like(tensor) for tensor in brought[0][0]]
-    for tensors, samples in brought:
+    for tensors, weight in brought:
         for average, tensor in zip(averages, tensors, strict=True):
-            average.add_(tensor, alpha=samples)
+            average.add_(tensor, alpha=weight)
     return [average.div_(total) for average in averages]
 
 

@@ -10,6 +10,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
 from swarm_peer.model.pretrained import ModelSource
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.data.examples import ExampleMaker
 from swarm_peer.runtime.data.tokenizers import VOCABULARY_FILES, load_tokenizer, read_tokenizer
 from swarm_peer.wire.records import MAX_MANIFEST_BYTES
 
@@ -23,15 +24,34 @@ def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> Re
         UserError: the model, its cut or the tokenizer does not fit
     """
     model = resolve_model(manifest.model, cache_dir)
-    data = manifest.data
+    data = _with_template(manifest.data)
     if model.pretrained is not None:
         data = choose_tokenizer(data, ModelSource(model.pretrained, cache_dir))
     resolved = ResolvedManifest.of(manifest.model_copy(update={"model": model, "data": data}))
-    load_tokenizer(data, resolved.vocab_size, cache_dir)
+    tokenizer = load_tokenizer(data, resolved.vocab_size, cache_dir)
+    if data.has_targets:
+        ExampleMaker(data, tokenizer)  # raises where there is no chat template that works
     num_bytes = len(resolved.manifest.canonical_json())
     if num_bytes > MAX_MANIFEST_BYTES:
-        raise UserError(f"the manifest has {num_bytes} bytes; at most {MAX_MANIFEST_BYTES} fit: shorten model.config")
+        raise UserError(
+            f"the manifest has {num_bytes} bytes; at most {MAX_MANIFEST_BYTES} fit: shorten "
+            f"{'data.chat_template' if data.chat_template else 'model.config'}"
+        )
     return resolved
+
+
+def _with_template(data: DataSection) -> DataSection:
+    """The data with the text of a chat template whose file is named: other machines do not have it."""
+    if data.chat_template is None or "{" in data.chat_template:
+        return data
+    path = Path(data.chat_template).expanduser()
+    try:
+        return data.model_copy(update={"chat_template": path.read_text(encoding="utf-8")})
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise UserError(
+            f"data.chat_template={data.chat_template!r} cannot be read: {reason}; give a template, or its file"
+        ) from error
 
 
 def choose_tokenizer(data: DataSection, model: ModelSource) -> DataSection:

@@ -154,8 +154,10 @@ def _microbatch_bytes(stage: _Stage) -> float:
     """Memory that one microbatch keeps for its backward pass."""
     spec, wire, half = stage.spec, stage.manifest.wire, stage.half
     kept = stage.hidden_bytes * len(spec.layers) if stage.checkpoints else sum(stage.layer_bytes)
-    masked = {stage.family.layer_kind(i) for i in spec.layers if stage.family.is_masked(i, stage.length)}
-    kept += len(masked) * (2.0 if half else 4.0) * stage.length**2
+    packs = stage.manifest.data.packing  # each sample has masks of its own then
+    masked = {stage.family.layer_kind(i) for i in spec.layers if packs or stage.family.is_masked(i, stage.length)}
+    num_masks = len(masked) * (stage.manifest.training.microbatch_size if packs else 1)
+    kept += num_masks * (2.0 if half else 4.0) * stage.length**2
     if spec.is_last:
         # The normalisation's input and output, and what leads from its product to the loss.
         kept += stage.hidden_bytes * (1.5 if half else 2.0) + stage.logit_bytes

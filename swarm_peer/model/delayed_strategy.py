@@ -39,23 +39,24 @@ class DelayedStrategy(RoundStrategy):
     @property
     def pending_samples(self) -> int:
         """The samples of this round, and those whose gradient has not updated the weights yet."""
-        return self.trainee.num_samples + self._waiting[1] + (self._brought[1] if self._brought else 0)
+        held = self._waiting[1] + (self._brought[1] if self._brought else 0)
+        return self.trainee.num_samples + self.trainee.samples_of(held)
 
     @property
     def held_back_samples(self) -> int:
         """The samples of the round before, whose gradient ends this one."""
-        return (self._brought or self._waiting)[1]
+        return self.trainee.samples_of((self._brought or self._waiting)[1])
 
-    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
+    def contribution(self, mean_gradients: Sequence[Tensor], weight: int) -> Work:
         """Give the gradient of the round before, and hold this one back, unless no round is left that it could end.
 
         Without such a gradient, give the average that came with the state: it ends the first round of a timeline.
         """
         self._brought = self._waiting
-        self._waiting = self._no_work() if self._is_last_round else (mean_gradients, num_samples)
+        self._waiting = self._no_work() if self._is_last_round else (mean_gradients, weight)
         self.trainee.discard_gradients()
-        means, num_brought = self._brought
-        return means if num_brought else self._expected or means, num_brought
+        means, weight_brought = self._brought
+        return means if weight_brought else self._expected or means, weight_brought
 
     def next_contribution(self) -> Work | None:
         """Give the gradient of this round."""
@@ -81,8 +82,8 @@ class DelayedStrategy(RoundStrategy):
         """Give the gradients of this round and of the round before; nothing of a round that ends."""
         if self._brought is not None:
             return [self._no_work(), self._no_work()]
-        means, num_samples = self._waiting
-        return [self.trainee.gradient_sums(), ([mean * num_samples for mean in means], num_samples)]
+        means, weight = self._waiting
+        return [self.trainee.gradient_sums(), ([mean * weight for mean in means], weight)]
 
     def take_in(self, given: Sequence[Work]) -> None:
         """Add a stage-mate's gradients to those of the same round.
@@ -90,10 +91,10 @@ class DelayedStrategy(RoundStrategy):
         If the stage-mate takes part in the average of the round before, or has, that one is taken, and not what this
         peer brings to another try. So nothing counts twice.
         """
-        (sums, num_samples), (waiting_sums, num_waiting) = given
-        self.trainee.add_gradients(sums, num_samples)
+        (sums, weight), (waiting_sums, weight_waiting) = given
+        self.trainee.add_gradients(sums, weight)
         means, before = self._waiting
-        total = before + num_waiting
+        total = before + weight_waiting
         added = [(mean * before + other) / max(total, 1) for mean, other in zip(means, waiting_sums, strict=True)]
         self._waiting = added, total
 
@@ -138,8 +139,8 @@ class EagerStrategy(DelayedStrategy):
 
     def begin_round(self) -> None:
         """Update the weights with the own gradient, which waits for those of the stage-mates."""
-        means, num_samples = self._waiting
-        if num_samples:
+        means, weight = self._waiting
+        if weight:
             self._settled = self.trainee.try_update(means)
 
     def load_state(self, entries: Mapping[str, Tensor], *, keeps_work: bool = False) -> int:

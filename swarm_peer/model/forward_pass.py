@@ -21,3 +21,4 @@ class ForwardPass:
     _result: Tensor | None  # with its graph; None once it has gone backward
     _hidden_BTD: Tensor | None  # the leaf whose gradient the stage before wants
     _weights_version: int
+    _num_targets: int  # where samples say what is learnt

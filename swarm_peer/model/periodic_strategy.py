@@ -19,7 +19,7 @@ class PeriodicStrategy(RoundStrategy):
     mean difference between them and the replicas' weights is the gradient of a Nesterov step on them, and all replicas
     go on from the result. The optimizer's state is each replica's own, and lasts over periods.
 
-    A replica's difference is weighted by the samples that it has computed in the period. A newcomer takes over weights
+    A replica's difference is weighted by what it has computed in the period. A newcomer takes over weights
     and optimizer's state of one stage-mate, and begins with no samples. A replica that leaves gives its difference
     away, and never a gradient: stage-mates have other weights. That costs the stage-mate one more value for each
     parameter, until the period ends.
@@ -37,29 +37,29 @@ class PeriodicStrategy(RoundStrategy):
 
     def _forget_work(self) -> None:
         self._waiting: Work | None = None  # mean gradient of the inner step that ends the round
-        self._num_samples = 0  # that this replica's difference is of
-        self._taken_in: list[Tensor] = []  # differences of stage-mates that have left, summed over their samples
-        self._num_taken_in = 0
+        self._weight = 0  # of this replica's difference
+        self._taken_in: list[Tensor] = []  # differences of stage-mates that have left, summed over their weights
+        self._weight_taken_in = 0
 
     @property
     def pending_samples(self) -> int:
         """The samples of the period, and those whose gradient waits for the round's end."""
-        return self.trainee.num_samples + self._num_samples + self._num_taken_in
+        return self.trainee.num_samples + self.trainee.samples_of(self._weight + self._weight_taken_in)
 
     @property
     def holds_period(self) -> bool:
         """Whether work of rounds that have ended without an average goes into the next average."""
-        return self._num_samples + self._num_taken_in > 0
+        return self._weight + self._weight_taken_in > 0
 
-    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
-        """At the end of a period, take the inner step, and give the difference and its samples; before, nothing.
+    def contribution(self, mean_gradients: Sequence[Tensor], weight: int) -> Work:
+        """At the end of a period, take the inner step, and give the difference and its weight; before, nothing.
 
         Until a round without an average is over, the weights stay those of its state: stage-mates that need it may be
         waited for at the end of this round.
         """
-        self._waiting = mean_gradients, num_samples
+        self._waiting = mean_gradients, weight
         if not self._averaging.averages_at(self.trainee.optimizer_step):
-            return (), num_samples
+            return (), weight
         self._take_inner_step()
         sums, total = self._sums()
         return [each.div_(max(total, 1)) for each in sums], total
@@ -67,10 +67,10 @@ class PeriodicStrategy(RoundStrategy):
     def _take_inner_step(self) -> None:
         """Take the step of the round that ends; a replica that has not been there has none to take."""
         if self._waiting is not None:
-            mean_gradients, num_samples = self._waiting
+            mean_gradients, weight = self._waiting
             self._waiting = None
             self._own_update = self.trainee.update(mean_gradients)
-            self._num_samples += num_samples
+            self._weight += weight
 
     def end_round(self, averages: Sequence[Tensor]) -> StepResult:
         """Take the inner step, if that was not done, and at the end of a period the outer one."""
@@ -96,27 +96,27 @@ class PeriodicStrategy(RoundStrategy):
             outer.sub_(average.add(momentum, alpha=decay), alpha=rate)
 
     def _sums(self) -> tuple[list[Tensor], int]:
-        """The differences of this replica and of those that have left, summed over samples; and the samples."""
+        """The differences of this replica and of those that have left, summed over weights; and these."""
         sums = [
-            (outer - weights.to("cpu")).mul_(self._num_samples)
+            (outer - weights.to("cpu")).mul_(self._weight)
             for outer, weights in zip(self._outer, self.weights(), strict=True)
         ]
         if self._taken_in:
             sums = [own + taken_in for own, taken_in in zip(sums, self._taken_in, strict=True)]
-        return sums, self._num_samples + self._num_taken_in
+        return sums, self._weight + self._weight_taken_in
 
     def give_away(self) -> list[Work]:
         """Take an inner step with what has been accumulated so far, and give the difference."""
-        if num_samples := self.trainee.num_samples:
+        if weight := self.trainee.weight:
             self._own_update = self.trainee.update(self.trainee.mean_gradients())
-            self._num_samples += num_samples
+            self._weight += weight
         return [self._sums()]
 
     def take_in(self, given: Sequence[Work]) -> None:
         """Bring a leaving stage-mate's difference to the next average."""
-        [(sums, num_samples)] = given
+        [(sums, weight)] = given
         self._taken_in = [a + b for a, b in zip(self._taken_in, sums, strict=True)] if self._taken_in else list(sums)
-        self._num_taken_in += num_samples
+        self._weight_taken_in += weight
 
     def state(self) -> dict[str, Tensor]:
         """Give the outer weights and their momentum."""
@@ -129,7 +129,7 @@ class PeriodicStrategy(RoundStrategy):
         if keeps_work and all(torch.equal(own, new) for own, new in zip(self._outer, outer, strict=True)):
             self._take_inner_step()
             work = self._sums()
-            num_lost -= work[1]
+            num_lost -= self.trainee.samples_of(work[1])
             self._forget_work()
             self.take_in([work])
         else:

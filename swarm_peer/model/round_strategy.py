@@ -18,7 +18,7 @@ from swarm_peer.model.optimizer import STATE_PREFIX, Trained
 # Begins the names of a strategy's entries in a stage's state.
 STRATEGY_PREFIX = "round/"
 
-# Tensors in the order of the trained parameters (CPU, fp32), and the samples that they are a sum over, or a mean.
+# Tensors in the order of the trained parameters (CPU, fp32), and their weight, which they are a sum over, or a mean.
 Work = tuple[Sequence[Tensor], int]
 
 
@@ -49,6 +49,13 @@ class Trainee(Protocol):
     num_samples: int
 
     @property
+    def weight(self) -> int:
+        """The weight of these samples in an average."""
+
+    def samples_of(self, weight: int) -> int:
+        """About how many samples work of this weight is of."""
+
+    @property
     def trained(self) -> Trained:
         """The parameters that the stage trains, by name."""
 
@@ -61,7 +68,7 @@ class Trainee(Protocol):
     def gradient_sums(self) -> tuple[list[Tensor], int]:
         """The accumulated gradients: CPU, fp32."""
 
-    def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
+    def add_gradients(self, sums: Sequence[Tensor], weight: int) -> None:
         """Add a stage-mate's gradients to the accumulator."""
 
     def discard_gradients(self) -> int:
@@ -111,15 +118,15 @@ class RoundStrategy:
         """Whether work of rounds that have ended without an average goes into the next average."""
         return False
 
-    def contribution(self, mean_gradients: Sequence[Tensor], num_samples: int) -> Work:
-        """Give what this peer brings to the average that ends the round, and the samples that it is weighted by.
+    def contribution(self, mean_gradients: Sequence[Tensor], weight: int) -> Work:
+        """Give what this peer brings to the average that ends the round, and what it weighs.
 
         Called once in a round, when nothing is added to the accumulator any more.
 
         Args:
             mean_gradients: this peer's own; CPU, fp32
         """
-        return mean_gradients, num_samples
+        return mean_gradients, weight
 
     def next_contribution(self) -> Work | None:
         """Give what this peer brings to the average that ends the next round, if that is known by the end of this one.
@@ -139,7 +146,7 @@ class RoundStrategy:
         """Prepare the weights for the passes of the next round, once `end_round` has ended one."""
 
     def give_away(self) -> list[Work]:
-        """Give what a stage-mate may add to its own work when this peer leaves: sums over samples.
+        """Give what a stage-mate may add to its own work when this peer leaves: sums, and their weights.
 
         May be called again, if the stage-mates end the round first.
         """
@@ -147,8 +154,8 @@ class RoundStrategy:
 
     def take_in(self, given: Sequence[Work]) -> None:
         """Add what a leaving stage-mate in the same round has given away."""
-        [(sums, num_samples)] = given
-        self.trainee.add_gradients(sums, num_samples)
+        [(sums, weight)] = given
+        self.trainee.add_gradients(sums, weight)
 
     def state(self) -> dict[str, Tensor]:
         """Give what the strategy has to know in the next round: CPU tensors, by names of its own."""

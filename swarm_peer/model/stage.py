@@ -62,25 +62,37 @@ class StageModule(nn.Module):
         with torch.device("cpu"):
             self.rotary = self.family.build_rotary()
 
-    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None, *, last_token: bool = False) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        targets_BT: Tensor | None = None,
+        learnt_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        *,
+        last_token: bool = False,
+    ) -> Tensor:
         """Run the stage.
 
         Args:
             inputs: tokens_BT (int64) for the first stage, hidden_BTD for the others
             targets_BT: token ids (int64) that follow the inputs; for the last stage only
+            learnt_BT: which of the targets count; all if None
+            positions_BT: of the inputs in their documents, where samples have several
             last_token: on the last stage, compute the logits of the last position only
 
         Returns:
-            hidden_BTD; on the last stage losses_B, each sample's mean cross entropy in fp32, or logits_BTV if there are
-            no targets
+            hidden_BTD; on the last stage losses_B, each sample's mean cross entropy in fp32 (what does not count is
+            zero, and T stays what the sum is divided by), or logits_BTV if there are no targets
         """
         assert targets_BT is None or self.spec.is_last, "only the last stage computes a loss"
         body = self.get_submodule(self.family.body)
         layers = body.get_submodule(self.family.layers)
         kinds = [self.family.layer_kind(index) for index in self.spec.layers]
         with self._autocast(inputs.device):
-            hidden_BTD = self.family.embed(body, inputs) if self.spec.is_first else inputs
-            arguments = {kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD) for kind in set(kinds)}
+            hidden_BTD = self.family.embed(body, inputs, positions_BT) if self.spec.is_first else inputs
+            arguments = {
+                kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD, positions_BT) for kind in set(kinds)
+            }
             for name, kind in zip(self.layer_names, kinds, strict=True):
                 layer = layers.get_submodule(name)
                 if self.section.activation_checkpointing and torch.is_grad_enabled():
@@ -97,7 +109,8 @@ class StageModule(nn.Module):
         if targets_BT is None:
             return logits_BTV
         losses_N = functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
-        return losses_N.view_as(targets_BT).mean(dim=1)
+        losses_BT = losses_N.view_as(targets_BT)
+        return (losses_BT if learnt_BT is None else losses_BT.where(learnt_BT, 0.0)).mean(dim=1)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if device.type != "cuda" or self.section.precision == "fp32":

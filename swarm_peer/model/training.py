@@ -45,6 +45,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
 from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
+from swarm_peer.token_marks import are_learnt, ids_of, num_targets, positions_in_documents
 
 
 class StageTrainer:
@@ -70,6 +71,7 @@ class StageTrainer:
             averages, optimizer, states and digests. The others are frozen, alike at all peers of the stage
         optimizer_step: how many updates its weights have had
         num_samples: samples whose gradients are accumulated for the next optimizer step
+        num_targets: the targets of these samples, where samples say what is learnt
         weights_version: grows with each change of the weights; any thread may read it
     """
 
@@ -90,7 +92,12 @@ class StageTrainer:
         self.device = torch.device(device)
         self._cache_dir = cache_dir
         self.optimizer_step = 0
-        self.num_samples = 0
+        self.num_samples = self.num_targets = 0
+        self._has_marks = manifest.data.has_targets
+        # The weight of a sample all of whose tokens are learnt.
+        self._full_weight = manifest.data.sequence_length if self._has_marks else 1
+        # Samples and targets of all passes so far, to tell what work is of that came without its number of samples.
+        self._seen = (1, self._full_weight)
         module = self._make_module(blank=blank or hollow, hollow=hollow)
         self.module = module if hollow else module.to(self.device)
         self.trained = trained_parameters(self.module)
@@ -147,17 +154,18 @@ class StageTrainer:
         Raises:
             InvalidMessage: shapes, types or token ids that do not fit
         """
-        inputs, targets_BT = self._prepare(tokens_BS, hidden_BTD)
+        inputs, *targets = self._prepare(tokens_BS, hidden_BTD)
         if not self.spec.is_first:
             inputs.requires_grad_()
         self.module.train()
-        result = self.module(inputs, targets_BT)
+        result = self.module(inputs, *targets)
         return ForwardPass(
             output=result.detach(),
             optimizer_step=self.optimizer_step,
             _result=result,
             _hidden_BTD=None if self.spec.is_first else inputs,
             _weights_version=self.weights_version,
+            _num_targets=num_targets(tokens_BS) if self._has_marks else 0,
         )
 
     def backward(
@@ -165,7 +173,8 @@ class StageTrainer:
     ) -> Tensor | None:
         """Add the gradients of a pass to the accumulator, and count its samples. Once for each pass.
 
-        Accumulated is the sum over samples of the gradients of each sample's mean loss. Gradients that travel
+        Accumulated is the sum over samples of the gradients of each sample's loss: the sum over its targets, divided by
+        T, however many of them count. Gradients that travel
         between stages are scaled by `loss_scale`, the same at all stages of a run.
 
         If it fails half-way (out of memory), everything accumulated so far is lost: `num_samples` is 0.
@@ -205,6 +214,8 @@ class StageTrainer:
                 self.discard_gradients()
                 raise
             self.num_samples += len(result)
+            self.num_targets += forward_pass._num_targets
+            self._seen = (self._seen[0] + len(result), self._seen[1] + forward_pass._num_targets)
         elif hidden_BTD is not None:
             torch.autograd.backward(result, root_gradient, inputs=[hidden_BTD])
         if hidden_BTD is None:
@@ -219,9 +230,9 @@ class StageTrainer:
         Raises:
             InvalidMessage: shapes, types or token ids that do not fit
         """
-        inputs, targets_BT = self._prepare(tokens_BS, hidden_BTD)
+        inputs, *targets = self._prepare(tokens_BS, hidden_BTD)
         with self._evaluating():
-            output: Tensor = self.module(inputs, targets_BT)
+            output: Tensor = self.module(inputs, *targets)
         return output
 
     @torch.no_grad()
@@ -235,38 +246,49 @@ class StageTrainer:
             InvalidMessage: shapes, types or token ids that do not fit
         """
         following_B1 = torch.zeros_like(tokens_BT[:, :1])  # stands for what is asked for
-        inputs, _ = self._prepare(torch.cat([tokens_BT, following_B1], dim=1), hidden_BTD)
+        inputs, *_ = self._prepare(torch.cat([tokens_BT, following_B1], dim=1), hidden_BTD)
         with self._evaluating():
             output: Tensor = self.module(inputs, last_token=True)
         return output[:, -1].float() if self.spec.is_last else output
 
     def mean_gradients(self) -> list[Tensor]:
-        """The mean of the accumulated gradients over samples: fp32 on the CPU, in the order of `trained`.
+        """The mean of the accumulated gradients over targets: fp32 on the CPU, in the order of `trained`.
 
-        Zeros where nothing is accumulated; weigh it by `num_samples` when averaging with others.
+        Zeros where nothing is accumulated; weigh it by `weight` when averaging with others.
         """
-        sums, num_samples = self.gradient_sums()
-        if num_samples == 0:
+        sums, weight = self.gradient_sums()
+        if weight == 0:
             return [torch.zeros_like(total) for total in sums]
-        return [total.div_(num_samples * self.loss_scale) for total in sums]
+        return [total.div_(weight / self._full_weight * self.loss_scale) for total in sums]
 
     def gradient_sums(self) -> tuple[list[Tensor], int]:
-        """The accumulated gradients (CPU copies, fp32) and how many samples they are of, for a stage-mate."""
+        """The accumulated gradients (CPU copies, fp32) and their weight, for a stage-mate."""
         sums = [
             torch.zeros(p.shape) if p.grad is None else p.grad.to("cpu", torch.float32, copy=True)
             for p in self.trained.values()
         ]
-        return sums, self.num_samples
+        return sums, self.weight
+
+    @property
+    def weight(self) -> int:
+        """The weight of the accumulated gradients in an average: their targets, or samples where all have as many."""
+        return self.num_targets if self._has_marks else self.num_samples
+
+    def samples_of(self, weight: int) -> int:
+        """How many samples work of this weight is of; about so many where samples have unlike numbers of targets."""
+        samples, targets = self._seen
+        return max(round(weight * samples / targets), min(weight, 1)) if self._has_marks else weight
 
     @torch.no_grad()
-    def add_gradients(self, sums: Sequence[Tensor], num_samples: int) -> None:
+    def add_gradients(self, sums: Sequence[Tensor], weight: int) -> None:
         """Add the gradients that a stage-mate has accumulated in the same round."""
         assert [g.shape for g in sums] == self.shapes, "gradients of another stage"
         for parameter, total in zip(self.trained.values(), sums, strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad += total.to(self.device)
-        self.num_samples += num_samples
+        self.num_samples += self.samples_of(weight)
+        self.num_targets += weight if self._has_marks else 0
 
     def apply(self, averages: Sequence[Tensor]) -> StepResult:
         """End a round with what stage-mates have averaged, or nothing where they did not, and clear the accumulator.
@@ -342,7 +364,7 @@ class StageTrainer:
     def discard_gradients(self) -> int:
         """Empty the accumulator, and return how many samples it held. Passes can go backward afterwards."""
         self.optimizer.zero_grad(set_to_none=True)
-        num_samples, self.num_samples = self.num_samples, 0
+        num_samples, self.num_samples, self.num_targets = self.num_samples, 0, 0
         return num_samples
 
     def state(self) -> dict[str, Tensor]:
@@ -411,17 +433,26 @@ class StageTrainer:
         self.optimizer_step = optimizer_step
         self.weights_version += 1
 
-    def _prepare(self, tokens_BS: Tensor, hidden_BTD: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Inputs and targets of the module, checked, on its device."""
+    def _prepare(
+        self, tokens_BS: Tensor, hidden_BTD: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The inputs of the module, its targets, which of these count, and positions; checked, on its device."""
         assert (hidden_BTD is None) == self.spec.is_first, "hidden states come from the stage before, if there is one"
         config = self.module.config
-        check_tokens(tokens_BS, config, self.spec)
-        targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64) if self.spec.is_last else None
+        check_tokens(tokens_BS, config, self.spec, has_marks=self._has_marks)
+        targets_BT = learnt_BT = positions_BT = None
+        if self._has_marks:
+            learnt_BT = are_learnt(tokens_BS[:, 1:]).to(self.device) if self.spec.is_last else None
+            if self.manifest.data.packing:
+                positions_BT = positions_in_documents(tokens_BS[:, :-1].to(self.device))
+            tokens_BS = ids_of(tokens_BS)
+        if self.spec.is_last:
+            targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
         if hidden_BTD is None:
-            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT
+            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT, learnt_BT, positions_BT
         check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
         check_hidden(hidden_BTD, MAX_HIDDEN)
-        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT
+        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT, learnt_BT, positions_BT
 
 
 def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:

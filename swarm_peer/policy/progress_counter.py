@@ -30,12 +30,14 @@ class RoundCount:
         claimed: samples launched, whether counted or still under way; at least `samples`
         loss_sum: sum of the losses of the counted samples, in nats per token
         ranges: the counted samples by name, the ends of slices found meanwhile, and samples that were given up
+        targets: the learnt tokens of the counted samples, where these say what is learnt
     """
 
     samples: int = 0
     claimed: int = 0
     loss_sum: float = 0.0
     ranges: tuple[WindowRange, ...] = ()
+    targets: int = 0
 
 
 class ProgressCounter:
@@ -83,6 +85,13 @@ class ProgressCounter:
     def loss_sum(self, round_number: int) -> float:
         """The sum of the losses of the samples that have counted in the round."""
         return sum(count.loss_sum for _, count in self.counts(round_number))
+
+    def mean_loss(self, round_number: int, sequence_length: int) -> float:
+        """The mean loss of the targets of the samples that have counted in the round, in nats per token."""
+        targets = sum(count.targets for _, count in self.counts(round_number))
+        # The loss of a sample is a sum over its targets, divided by the length that all samples have.
+        weight = targets / sequence_length if targets else self.samples(round_number)
+        return self.loss_sum(round_number) / weight if weight else 0.0
 
     def is_full(self, round_number: int) -> bool:
         """Whether the whole global batch has counted."""

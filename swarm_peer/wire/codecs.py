@@ -17,6 +17,7 @@ import torch
 from swarm_peer.codecs import find_codec
 from swarm_peer.codecs.base import is_finite
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.token_marks import ids_of
 
 
 def encoded_bytes(shape: Sequence[int], codec: str) -> int:
@@ -71,8 +72,11 @@ def encode_tokens(tokens_BS: torch.Tensor) -> memoryview:
     return bytes_of(tokens_BS.to(torch.int32).contiguous().cpu())
 
 
-def decode_tokens(data: memoryview, shape: Sequence[int], vocab_size: int) -> torch.Tensor:
+def decode_tokens(data: memoryview, shape: Sequence[int], vocab_size: int, *, has_marks: bool = False) -> torch.Tensor:
     """Decode token ids (B, S) to int64 and check that each is in the vocabulary.
+
+    Args:
+        has_marks: whether they may have marks (token_marks.py), which are left where they are
 
     Raises:
         InvalidMessage: the length is wrong for the shape, or a token is not in the vocabulary
@@ -82,7 +86,8 @@ def decode_tokens(data: memoryview, shape: Sequence[int], vocab_size: int) -> to
     if not data:
         return torch.empty(tuple(shape), dtype=torch.int64)
     tokens = torch.frombuffer(data, dtype=torch.int32).view(tuple(shape)).long()
-    if not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+    ids = ids_of(tokens) if has_marks else tokens
+    if not (int(tokens.min()) >= 0 and int(ids.max()) < vocab_size):
         raise InvalidMessage(f"token ids outside of the vocabulary of {vocab_size}")
     return tokens
 

@@ -249,10 +249,11 @@ class Progress(Record):
     loss_sum: FiniteFloat
     ranges: CountedRanges = ()
     incarnation: Incarnation = 0
+    targets: Samples = 0
 
     def count(self) -> RoundCount:
         """The count as policies read it."""
-        return RoundCount(self.samples, self.claimed, self.loss_sum, self.ranges)
+        return RoundCount(self.samples, self.claimed, self.loss_sum, self.ranges, self.targets)
 
 
 class RoundReport(Record):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from swarm import GEMMA3, GPT2, LLAMA, SwarmRun, run_swarm, tiny_manifest
 from coordinator.run.baseline import Baseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.runtime.data.slices import validation_samples
+from swarm_peer.token_marks import num_targets
 
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "gemma3": GEMMA3}
 SHAPES = [(num_stages, num_peers) for num_stages in (1, 2, 3) for num_peers in (1, 2)]
@@ -86,6 +89,33 @@ def test_weights_equal_the_single_process(family: str, num_stages: int, num_peer
         loss, _ = baseline.train_step(run.counted[round_number])
         assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=1e-5)
     check_weights(run, baseline)
+
+
+def test_answers_of_unlike_lengths_equal_the_single_process(tmp_path: Path) -> None:
+    """Of the answers, most have two targets and some 21, and so gradients and losses weigh by targets."""
+    lengths = [1 if number % 3 else 20 for number in range(400)]
+    turns = [(f"{number:03d}", "yes"[number % 3] * length) for number, length in enumerate(lengths)]
+    records = [{"prompt": prompt, "completion": completion} for prompt, completion in turns]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    manifest = tiny_manifest(
+        data={"dataset": "json", "files": [f"{tmp_path}/data.jsonl"], "format": "prompt_completion"},
+        training={"validation_every": 5},
+        stages={"count": 2, "peers_to_start": 2},
+    )
+    run = run_swarm(manifest, [2, 2], tmp_path)
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    check_nothing_lost(run)
+    baseline = Baseline(ResolvedManifest.of(manifest))
+    for round_number in range(manifest.training.steps):
+        counted = run.counted[round_number]
+        assert len({num_targets(tokens_BS) for tokens_BS in counted}) > 1
+        loss, _ = baseline.train_step(counted)
+        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=1e-5)
+    check_weights(run, baseline)
+    expected = baseline.evaluate(validation_samples(manifest, manifest.training.validation_samples))
+    assert run.lines[-1]["validation_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])

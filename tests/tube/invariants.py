@@ -236,6 +236,7 @@ class Invariants:
         samples: Sequence[SampleId] = (),
         claimed: int = 0,
         loss_sum: float = 0.0,
+        targets: int = 0,
     ) -> None:
         """A peer counts a sample once, for as long as it goes on from the same ledger."""
         _, known = self._of_ledger.setdefault(id(launcher._leases._ledger), (launcher._leases._ledger, set()))

@@ -25,7 +25,7 @@ from swarm_peer.runtime.step.step_loop import StepLoop
 
 def _own_samples(strategy: Any) -> int:
     """The samples of a replica's difference, with those of the inner step that ends its round."""
-    return int(strategy._num_samples + (strategy._waiting[1] if strategy._waiting else 0))
+    return int(strategy._weight + (strategy._waiting[1] if strategy._waiting else 0))
 
 
 class PeriodicInvariants(Invariants):

@@ -34,7 +34,7 @@ ENTRIES = {"swarm-peer": swarm_peer.cli.run, "swarm-coordinator": coordinator.cl
 COMMANDS = [
     ("swarm-peer",),
     ("swarm-coordinator",),
-    *(("swarm-coordinator", command.__name__) for command in coordinator.cli.EXAMPLES),
+    *(("swarm-coordinator", command.__name__.replace("_", "-")) for command in coordinator.cli.EXAMPLES),
 ]
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
 

@@ -73,6 +73,19 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("stages.layers=[4,0]", "stages: layers=[4, 0] must name 2 numbers of at least 1"),
         ("stages.count=0", "stages.count: Input should be greater than or equal to 1 (got 0)"),
         ("data.dataset=text", "data: dataset='text' needs files: name at least one file or glob pattern"),
+        (
+            "data.format=alpaca",
+            "data: format='alpaca' is of records in json, parquet or arrow, and dataset='embedded' is text: name "
+            "another data set, or set format to text",
+        ),
+        (
+            "data.packing=true",
+            "data: packing=true is for records, and format='text' is cut into full samples: leave it out",
+        ),
+        (
+            "data.loss_on=completion",
+            "data: loss_on='completion' is for chats, and format='text' has none: leave it out",
+        ),
         ("data.subset=en", "data: subset='en' is for data sets whose card has configs: leave it out"),
         ("data.files=[a.txt]", "data: files belong to dataset text, json, csv, tsv, parquet, arrow, not to 'embedded'"),
         ('data.dataset="a\\0b"', "data.dataset: expected a name, without control characters"),

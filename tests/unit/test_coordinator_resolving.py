@@ -145,3 +145,17 @@ def test_a_tokenizer_of_the_hub_is_of_the_weights_commit(
 def test_a_published_vocabulary_that_is_too_small_is_told(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 256}))
     assert "ends a text with token 256, the model's vocab_size is 256: name another eos_token" in refused(model)
+
+
+def test_the_text_of_a_chat_template_goes_with_the_run(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("")
+    chats = {"dataset": "json", "files": [f"{tmp_path}/data.jsonl"], "format": "messages"}
+    assert "needs a chat template, and data.tokenizer=" in refused(model, **chats)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}")
+    assert resolved(model, **chats, chat_template=str(template)).chat_template == template.read_text()
+    assert resolved(model, **chats, chat_template=template.read_text()).chat_template == template.read_text()
+    template.write_text("{{ message.content }")
+    assert "correct data.chat_template" in refused(model, **chats, chat_template=str(template))
+    missing = refused(model, **chats, chat_template="./no.jinja")
+    assert missing.endswith("cannot be read: No such file or directory; give a template, or its file")

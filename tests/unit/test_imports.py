@@ -80,7 +80,17 @@ def test_policy_has_no_clock_and_no_dice(path):
 def test_wire_does_not_know_the_runtime_and_the_model(path):
     for name in imports_of(path):
         if is_in(name, "swarm_peer", "coordinator"):
-            allowed = ("wire", "protocol", "policy", "codecs", "config", "config_errors", "errors", "addresses")
+            allowed = (
+                "wire",
+                "protocol",
+                "policy",
+                "codecs",
+                "config",
+                "config_errors",
+                "errors",
+                "addresses",
+                "token_marks",
+            )
             assert is_in(name, *(f"swarm_peer.{each}" for each in allowed)), f"{ids(path)} imports {name}"
 
 
@@ -124,6 +134,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.files",
         "swarm_peer.initial_peers",
         "swarm_peer.policy",
+        "swarm_peer.token_marks",
         "swarm_peer.wire",
     ),
     *("swarm_peer.model", "swarm_peer.runtime.condition", "swarm_peer.runtime.context", "swarm_peer.runtime.host"),

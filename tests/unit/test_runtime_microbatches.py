@@ -1103,7 +1103,7 @@ async def test_a_peer_that_runs_out_of_memory_takes_fewer_microbatches(swarm, pa
 
 
 async def test_tokens_that_find_no_memory_fail_their_hop(swarm, pair, monkeypatch):
-    def fail(*args):
+    def fail(*args, **options):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(executor_module, "decode_tokens", fail)

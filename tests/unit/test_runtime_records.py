@@ -34,6 +34,7 @@ from swarm_peer.runtime.data.records import BadRecord, cut
 from swarm_peer.runtime.data.shards import reading_failed, shard_of
 
 TEXTS = [f"document {i} says déjà vu" for i in range(40)]
+TEXT = DataSection(dataset="text", files=("a",), sequence_length=8)
 ROWS = [{"text": text, "n": i} for i, text in enumerate(TEXTS)]
 LINES = [json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS]
 
@@ -177,7 +178,7 @@ def test_a_quote_without_a_partner_costs_its_line(delimiter: str, caplog: pytest
     put("a.csv", f"n{delimiter}text\n" + "".join(rows))
     expected = dict(enumerate(TEXTS)) | {9: f'in "quotes",\n and{delimiter} more', 21: '5" and 6"'}
     with caplog.at_level(logging.WARNING):
-        assert list(shard_of(DataFile("a.csv", "csv"), "text")()) == [
+        assert list(shard_of(DataFile("a.csv", "csv"), TEXT)()) == [
             text for i, text in expected.items() if i not in (2, 20, 30)
         ]
     told = [record.getMessage() for record in caplog.records]
@@ -194,7 +195,7 @@ def test_a_cell_that_is_too_long_costs_itself(monkeypatch: pytest.MonkeyPatch) -
 def test_a_row_with_more_cells_than_the_first_line_costs_its_first_line(caplog: pytest.LogCaptureFixture) -> None:
     put("a.csv", 'text,n\nDear reader, hello,1\nfew\nempty ones,2,, \n"stray,5\nkept,6\n7",x,y\n')
     with caplog.at_level(logging.WARNING):
-        assert list(shard_of(DataFile("a.csv", "csv"), "text")()) == ["few", "empty ones", "kept"]
+        assert list(shard_of(DataFile("a.csv", "csv"), TEXT)()) == ["few", "empty ones", "kept"]
     reason = "it has 3 cells, and the first line 2; a cell that has ',' in it needs quotes"
     told = [record.getMessage().partition(" reason=")[2] for record in caplog.records]
     assert told == [f"line {line}: {reason}" for line in (2, 5, 7)]
@@ -240,7 +241,7 @@ def test_paragraphs_are_cut_the_same_however_much_is_read_at_a_time(text: str, b
 def test_a_long_record_is_spread_over_the_slices() -> None:
     long = "".join(f"line {i:06d}\n" for i in range(40_000))
     put("a.jsonl", json.dumps({"text": "short"}) + "\n" + json.dumps({"text": long}) + "\n")
-    shard = shard_of(DataFile("a.jsonl", "json"), "text")
+    shard = shard_of(DataFile("a.jsonl", "json"), TEXT)
     slices = [list(shard(offset, 4)) for offset in range(4)]
     pieces = list(cut(long))
     assert slices == [["short", *pieces[3::4]], pieces[0::4], pieces[1::4], pieces[2::4]]
@@ -254,7 +255,7 @@ def test_a_bad_line_costs_itself_and_is_named(caplog: pytest.LogCaptureFixture) 
     odd = ['"bare"', '{"text": "a\ttab"}', '{"text": "a\u2028b"}', '{"text": "\\ud800 lone"}', '{"text": "\\u0000"}']
     put("a.jsonl", "".join(LINES[:3]) + "\n" + "\n".join([*bad, *odd, *bad[:4]]) + "\n" + '{"text": "cut of')
     with caplog.at_level(logging.WARNING):
-        shard = shard_of(DataFile("a.jsonl", "json"), "text")
+        shard = shard_of(DataFile("a.jsonl", "json"), TEXT)
         assert list(shard()) == [*TEXTS[:3], "bare", "a\ttab", "a\u2028b", "\ufffd lone", "\0"]
     told = [record.getMessage() for record in caplog.records]
     assert [text.split(" ", 3)[:3] for text in told] == [
@@ -432,7 +433,7 @@ def test_a_failing_disk_is_no_broken_file(monkeypatch: pytest.MonkeyPatch) -> No
 
     content = "".join(LINES).encode()
     monkeypatch.setattr(records, "open_text", lambda *_: io.BufferedReader(Failing(content)))
-    documents = iter(shard_of(DataFile("a.jsonl", "json"), "text")())
+    documents = iter(shard_of(DataFile("a.jsonl", "json"), TEXT)())
     with pytest.raises(UserError, match=r"cannot read a\.jsonl after line \d: Input/output error; mend that disk"):
         list(documents)
 
@@ -443,7 +444,7 @@ def test_mistakes_of_our_own_are_not_blamed_on_the_data(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("swarm_peer.runtime.data.shards.read_records", mistaken)
     with pytest.raises(ZeroDivisionError):
-        list(shard_of(DataFile("a.jsonl", "json"), "text")())
+        list(shard_of(DataFile("a.jsonl", "json"), TEXT)())
 
 
 @pytest.mark.parametrize(
@@ -530,7 +531,7 @@ def test_a_reader_holds_little_of_a_file(kind: str) -> None:
         }.get(kind, lambda: "".join(json.dumps({"text": line}) + "\n" for line in lines))
         content = make().encode()
         put(name, gzip.compress(content, 1) if kind.endswith("gz") else content)
-    shard = shard_of(DataFile(os.path.abspath(name), "json" if "json" in kind else kind.replace("txt", "text")), "text")  # type: ignore[arg-type]
+    shard = shard_of(DataFile(os.path.abspath(name), "json" if "json" in kind else kind.replace("txt", "text")), TEXT)  # type: ignore[arg-type]
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from swarm_peer.runtime.data.slices import (
     validation_samples,
 )
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer, load_tokenizer
+from swarm_peer.token_marks import are_learnt, begin_documents, ids_of
 
 LENGTH = 32
 
@@ -617,3 +619,107 @@ def test_importing_is_cheap() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=50).stdout
     assert output.strip() == "[]"
+
+
+# --- data for fine-tuning
+
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}\n{% endfor %}"
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    """Records of messages, of different lengths, each of which says which one it is."""
+    turns = [(f"<{i}>", "yes " * (i % 4) + f"</{i}>") for i in range(count)]
+    return [
+        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}], "source": None}
+        for ask, answer in turns
+    ]
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> str:
+    if path.name.endswith(".parquet"):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif path.name.endswith(".arrow"):
+        import pyarrow as pa
+
+        table = pa.Table.from_pylist(records)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    elif path.name.endswith(".json"):
+        path.write_text(json.dumps(records, indent=1))
+    else:
+        content = "".join(json.dumps(record) + "\n" for record in records).encode()
+        path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow"])
+def test_each_record_is_one_sample_whatever_its_file_is(tmp_path: Path, name: str) -> None:
+    file = write_records(tmp_path / name, chats(100))
+    run = manifest(dataset="json", files=[file], format="messages", chat_template=CHAT_TEMPLATE)
+    reader = SliceReader(manifest=run)
+    samples = [tokens for index in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, index))]
+    held_out = validation_samples(run, 100)
+    assert (len(samples), len(held_out)) == (90, 10)
+    tokenizer = BytesTokenizer()
+    seen = set()
+    for sample in (*samples, *held_out):
+        assert (sample.dtype, sample.shape) == (np.int32, (LENGTH + 1,))
+        text = tokenizer.decode(ids_of(sample).tolist())
+        number = re.match(r"u:<(\d+)>\na:", text)
+        assert number is not None
+        learnt = tokenizer.decode(ids_of(sample)[are_learnt(sample)].tolist())
+        assert learnt == f"a:{'yes ' * (int(number[1]) % 4)}</{number[1]}>\n"
+        seen.add(number[1])
+    assert len(seen) == 100
+
+
+def test_records_of_a_data_set_with_nothing_to_learn(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", [{"prompt": f"{i}" * 60, "completion": "x"} for i in range(40)])
+    run = manifest(dataset="json", files=[file], format="prompt_completion")
+    with pytest.raises(UserError, match="none has a token to learn"):
+        validation_samples(run, 4)
+    with pytest.raises(UserError, match=r"nothing to learn .*\(\d+ cut_off\): look at data.format='prompt_completion'"):
+        next(sample_stream(run, "a"))
+
+
+def test_a_file_of_another_format_is_told(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(UserError, match=r"needs the field 'messages', and it has text: name it in data\.fields"):
+        validation_samples(manifest(dataset="json", files=[file], format="messages", chat_template="x"), 4)
+    (tmp_path / "b.txt").write_text("a\n\nb")
+    with pytest.raises(UserError, match=r"it is text, and data\.format is of records in json, parquet or arrow"):
+        validation_samples(manifest(dataset="text", files=[f"{tmp_path}/b.txt"], format="alpaca"), 4)
+
+
+def test_packed_samples_hold_each_record_whole(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", chats(200))
+    run = manifest(
+        dataset="json", files=[file], format="messages", chat_template=CHAT_TEMPLATE, packing=True, sequence_length=96
+    )
+    reader = SliceReader(manifest=run)
+    samples = [tokens for index in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, index))]
+    texts = []
+    for sample in samples:
+        starts = np.flatnonzero(begin_documents(sample))
+        assert starts[0] == 0
+        for document in np.split(sample, starts[1:]):
+            text = BytesTokenizer().decode([token for token in ids_of(document).tolist() if token])
+            assert not are_learnt(document)[0], "nothing comes before it"
+            assert BytesTokenizer().decode(ids_of(document)[are_learnt(document)].tolist()) == text[text.index("a:") :]
+            texts.append(text)
+    assert len(samples) < 0.5 * len(texts)
+    assert len(set(texts)) == len(texts) == 180
+    again = [tokens for index in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, index))]
+    assert all(np.array_equal(one, other) for one, other in zip(samples, again, strict=True))
+
+
+def test_small_data_sets_of_records_have_slices_for_all_who_read(tmp_path: Path) -> None:
+    file = write_records(tmp_path / "a.jsonl", chats(100))
+    section = {"dataset": "json", "files": [file], "chat_template": CHAT_TEMPLATE, "sequence_length": 2048}
+    assert SliceReader(manifest=manifest(format="messages", **section)).num_slices() == MIN_SLICES
+    section["sequence_length"] = 128
+    assert 1 < SliceReader(manifest=manifest(format="messages", packing=True, **section)).num_slices() < MIN_SLICES

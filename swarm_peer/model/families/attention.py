@@ -1,21 +1,48 @@
-"""Attention with grouped queries, whose memory grows with the tokens and not with their square on any GPU."""
+"""Attention with grouped queries, whose memory grows with the tokens and not with their square on any GPU; masks."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask, sdpa_mask
 
 # The name by which transformers finds the function below.
 GROUPED_ATTENTION = "swarm_grouped_sdpa"
 # Compute capability of the first GPUs with bf16, and with flash attention, the one kernel of torch's that takes grouped
 # queries, in 16 bits.
 AMPERE = (8, 0)
+# Transformers 5.24 has given the argument another name, and warns of the old one. Nothing is cached here.
+_NO_CACHE: dict[str, Any] = {
+    name: None for name in ("cache", "past_key_values") if name in inspect.signature(create_causal_mask).parameters
+}
+
+
+def mask_of(
+    config: PretrainedConfig, kind: str, hidden_BTD: Tensor, positions_BT: Tensor | None = None
+) -> Tensor | None:
+    """Added to attention in the layers of one kind; None where tokens see all before them and need no mask.
+
+    Args:
+        positions_BT: of the tokens in their documents, where samples have several: none is seen from another one
+    """
+    create = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
+    embeds_BTD = hidden_BTD[:1] if positions_BT is None else hidden_BTD
+    mask_B1TT = create(
+        config=config, inputs_embeds=embeds_BTD, attention_mask=None, position_ids=positions_BT, **_NO_CACHE
+    )
+    assert mask_B1TT is None or isinstance(mask_B1TT, Tensor), "only flex attention has other masks"
+    if mask_B1TT is None or mask_B1TT.dtype != torch.bool:
+        return mask_B1TT
+    # In the type that attention computes in: else each layer would make and keep a copy of its own.
+    device = hidden_BTD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
+    return torch.zeros_like(mask_B1TT, dtype=dtype).masked_fill_(~mask_B1TT, -torch.inf)
 
 
 def grouped_attention(

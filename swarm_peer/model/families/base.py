@@ -217,11 +217,21 @@ class Family(ABC):
         return None
 
     @abstractmethod
-    def embed(self, body: nn.Module, tokens_BT: Tensor) -> Tensor:
-        """Token ids (int64) to hidden_BTD."""
+    def embed(self, body: nn.Module, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Token ids (int64) to hidden_BTD.
 
-    def layer_arguments(self, kind: str, rotary: nn.Module | None, hidden_BTD: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the layers of one kind, besides the hidden states."""
+        Args:
+            positions_BT: of the tokens in their documents, where a sample has several; else in their samples
+        """
+
+    def layer_arguments(
+        self, kind: str, rotary: nn.Module | None, hidden_BTD: Tensor, positions_BT: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Keyword arguments of the layers of one kind, besides the hidden states.
+
+        Args:
+            positions_BT: as for embed(); no token attends to another document's
+        """
         return {}
 
     def cap_logits(self, logits_BTV: Tensor) -> Tensor:

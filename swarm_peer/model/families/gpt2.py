@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from swarm_peer.model.families.attention import mask_of
 from swarm_peer.model.families.base import Family
 
 
@@ -67,12 +68,22 @@ class GPT2Family(Family):
             layer.get_submodule("mlp").act = nn.GELU(approximate="tanh")
         return layer
 
-    def embed(self, body: nn.Module, tokens_BT: Tensor) -> Tensor:
+    def embed(self, body: nn.Module, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         """Token ids (int64) to hidden_BTD, positions added."""
-        position_ids = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        position_ids = (
+            torch.arange(tokens_BT.shape[1], device=tokens_BT.device) if positions_BT is None else positions_BT
+        )
         wte, wpe, drop = (body.get_submodule(name) for name in ("wte", "wpe", "drop"))
         hidden_BTD: Tensor = drop(wte(tokens_BT) + wpe(position_ids))
         return hidden_BTD
+
+    def layer_arguments(
+        self, kind: str, rotary: nn.Module | None, hidden_BTD: Tensor, positions_BT: Tensor | None = None
+    ) -> dict[str, Any]:
+        """A mask, where a sample has several documents."""
+        if positions_BT is None:
+            return {}
+        return {"attention_mask": mask_of(self.config, kind, hidden_BTD, positions_BT)}
 
     def weight_std(self, name: str) -> float:
         """Smaller for the matrices that end a residual branch."""

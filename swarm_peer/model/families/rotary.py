@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from swarm_peer.model.families.attention import GROUPED_ATTENTION
+from swarm_peer.model.families.attention import GROUPED_ATTENTION, mask_of
 from swarm_peer.model.families.base import Family
-
-# Transformers 5.24 has given the argument another name, and warns of the old one. Nothing is cached here.
-_NO_CACHE: dict[str, Any] = {
-    name: None for name in ("cache", "past_key_values") if name in inspect.signature(create_causal_mask).parameters
-}
 
 
 class RotaryFamily(Family):
@@ -80,18 +73,21 @@ class RotaryFamily(Family):
         """The module that gives cosines and sines of positions."""
         return self.rotary_class(self.config)
 
-    def embed(self, body: nn.Module, tokens_BT: Tensor) -> Tensor:
-        """Token ids (int64) to hidden_BTD."""
+    def embed(self, body: nn.Module, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Token ids (int64) to hidden_BTD, without their positions."""
         hidden_BTD: Tensor = body.get_submodule("embed_tokens")(tokens_BT)
         return hidden_BTD
 
-    def layer_arguments(self, kind: str, rotary: nn.Module | None, hidden_BTD: Tensor) -> dict[str, Any]:
+    def layer_arguments(
+        self, kind: str, rotary: nn.Module | None, hidden_BTD: Tensor, positions_BT: Tensor | None = None
+    ) -> dict[str, Any]:
         """Positions and mask of the layers of one kind."""
         assert rotary is not None
         position_ids_1T = torch.arange(hidden_BTD.shape[1], device=hidden_BTD.device).unsqueeze(0)
+        position_ids = position_ids_1T if positions_BT is None else positions_BT
         return {
-            "position_embeddings": self.rotate(kind, rotary, hidden_BTD, position_ids_1T),
-            "attention_mask": self._mask(kind, hidden_BTD),
+            "position_embeddings": self.rotate(kind, rotary, hidden_BTD, position_ids),
+            "attention_mask": mask_of(self.config, kind, hidden_BTD, positions_BT),
         }
 
     def rotate(
@@ -100,18 +96,6 @@ class RotaryFamily(Family):
         """Cosines and sines of the positions, in layers of one kind."""
         cosines_1TD, sines_1TD = rotary(hidden_BTD, position_ids=position_ids_1T)
         return cosines_1TD, sines_1TD
-
-    def _mask(self, kind: str, hidden_BTD: Tensor) -> Tensor | None:
-        """Added to attention in the layers of one kind; None where they see all tokens before and need no mask."""
-        create = create_sliding_window_causal_mask if kind == "sliding_attention" else create_causal_mask
-        mask_11TT = create(config=self.config, inputs_embeds=hidden_BTD[:1], attention_mask=None, **_NO_CACHE)
-        assert mask_11TT is None or isinstance(mask_11TT, Tensor), "only flex attention has other masks"
-        if mask_11TT is None or mask_11TT.dtype != torch.bool:
-            return mask_11TT
-        # In the type that attention computes in: else each layer would make and keep a copy of its own.
-        device = hidden_BTD.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
-        return torch.zeros_like(mask_11TT, dtype=dtype).masked_fill_(~mask_11TT, -torch.inf)
 
     def layer_activation_bytes(self, index: int, sequence_length: int, half: bool) -> float:
         """Bytes per token that a layer keeps for its backward pass.

@@ -59,7 +59,7 @@ def open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
             f"write ./{section.dataset} if you mean the {here}, or start this in another folder"
         )
     if _is_found_here(section):
-        return [shard_of(file, section.text_field) for file in find_data(section).files]
+        return [shard_of(file, section) for file in find_data(section).files]
     return open_dataset(section, folder, cache_dir)
 
 

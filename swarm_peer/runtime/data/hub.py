@@ -20,8 +20,8 @@ from swarm_peer.config import DataSection
 from swarm_peer.errors import UserError
 from swarm_peer.runtime.data.files import DataFile, kind_of
 from swarm_peer.runtime.data.opening import Broken
-from swarm_peer.runtime.data.records import Record, no_such_field
-from swarm_peer.runtime.data.shards import RecordShard, Shard, reading_failed, shard_of
+from swarm_peer.runtime.data.records import Record, no_such_field, text_of
+from swarm_peer.runtime.data.shards import RecordShard, Shard, reading_failed, row_shard, shard_of
 
 # Records to take from `datasets` at a time; one by one they come several times slower.
 _READ_BATCH = 256
@@ -51,7 +51,7 @@ def open_dataset(section: DataSection, folder: Path | None, cache_dir: Path | No
         if files and _has_readers(builder, files):
             sizes = (0 if is_remote else os.path.getsize(path) for path in files)
             return [
-                shard_of(DataFile(path, kind_of(path) or "text", size), section.text_field)
+                shard_of(DataFile(path, kind_of(path) or "text", size), section)
                 for path, size in zip(files, sizes, strict=True)
             ]
         dataset = builder.as_streaming_dataset(split=section.split)
@@ -60,15 +60,16 @@ def open_dataset(section: DataSection, folder: Path | None, cache_dir: Path | No
     except Exception as error:
         raise reading_failed(what, error, is_remote=is_remote) from error
     count = dataset.num_shards
-    return [
-        RecordShard(
-            f"{what}, shard {index}",
-            functools.partial(_streamed_records, dataset, count, index, section, is_remote),
-            section.text_field,
-            is_remote=is_remote,
-        )
-        for index in range(count)
-    ]
+    shards = []
+    for index in range(count):
+        name = f"{what}, shard {index}"
+        read = functools.partial(_streamed_records, dataset, count, index, section, is_remote)
+        if section.format == "text":
+            text = functools.partial(text_of, field=section.text_field, is_json=False)
+            shards.append(RecordShard(name, read, text, is_remote=is_remote))
+        else:
+            shards.append(row_shard(name, read, section, is_remote))
+    return list(shards)
 
 
 def _check_sources(section: DataSection, folder: Path | None, files: Mapping[str, Sequence[str]]) -> None:
@@ -102,6 +103,11 @@ def _streamed_records(
     num_rows = 0
     try:
         for batch in dataset.shard(num_shards, index).iter(batch_size=_READ_BATCH):
+            if section.format != "text":
+                rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+                yield from ((f"row {row}", 0, value) for row, value in enumerate(rows, num_rows + 1))
+                num_rows += len(rows)
+                continue
             if section.text_field not in batch:
                 raise Broken(no_such_field(section.text_field, batch))
             texts = batch[section.text_field]

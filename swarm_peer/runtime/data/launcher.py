@@ -23,6 +23,7 @@ from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import Microbatch
+from swarm_peer.token_marks import num_targets, weight_of
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.messages import Mode
 from swarm_peer.wire.records import Progress, Validation
@@ -293,14 +294,25 @@ class MicrobatchLauncher:
                 self._count(present.number, claimed=len(batch.tokens_BS))
 
     def _count(
-        self, round_number: int, samples: Sequence[SampleId] = (), claimed: int = 0, loss_sum: float = 0.0
+        self,
+        round_number: int,
+        samples: Sequence[SampleId] = (),
+        claimed: int = 0,
+        loss_sum: float = 0.0,
+        targets: int = 0,
     ) -> None:
         own = self._progress.counter.count_of(round_number, self._life)
         ranges = self._leases.note_counted(samples, own)
         if len(ranges) > MAX_RANGES:
             log.error("samples_not_recorded ranges=%d reason=at most %d fit into one count", len(ranges), MAX_RANGES)
             ranges = ranges[:MAX_RANGES]
-        grown = RoundCount(own.samples + len(samples), own.claimed + claimed, own.loss_sum + loss_sum, ranges)
+        grown = RoundCount(
+            own.samples + len(samples),
+            own.claimed + claimed,
+            own.loss_sum + loss_sum,
+            ranges,
+            own.targets + targets,
+        )
         self.current = self._progress.count_own(round_number, grown)
 
     async def _train(self, batch: _Batch, present: ReplicaRound) -> None:
@@ -341,7 +353,8 @@ class MicrobatchLauncher:
             result = await self._executor.run(entered, microbatch, None, anyio.current_time() + self._timeout_s)
             if batch.generation == self._leases.generation:  # otherwise it belongs to a timeline that was given up
                 entered.names += batch.samples
-                self._count(present.number, batch.samples, loss_sum=result.loss_sum)
+                targets = num_targets(batch.tokens_BS) if self._manifest.data.has_targets else 0
+                self._count(present.number, batch.samples, loss_sum=result.loss_sum, targets=targets)
                 if self._counted_hook is not None:
                     self._counted_hook(present.number, batch.tokens_BS, batch.samples, batch.id)
         seconds = self._context.clock.monotonic_s() - begin
@@ -405,14 +418,15 @@ class MicrobatchLauncher:
                 tasks.start_soon(evaluate, tokens_BS)
         if losses:
             samples, loss_sum = sum(count for count, _ in losses), sum(loss for _, loss in losses)
-            step = present.step
+            step, held_out = present.step, len(self._validation)
             self.validations.append(
                 Validation(
                     round_number=step.round_number,
                     optimizer_step=step.optimizer_step,
                     samples=samples,
-                    held_out=len(self._validation),
-                    loss_sum=loss_sum,
+                    held_out=held_out,
+                    # Divided by the number of samples, that of all shares is a mean over the targets of all.
+                    loss_sum=loss_sum * (held_out / weight_of(self._validation, self._manifest.data)),
                 )
             )
         self._context.changed.notify()

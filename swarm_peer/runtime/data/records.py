@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -76,19 +76,59 @@ def read_records(file: DataFile, field: str) -> Iterator[Record]:
         Exception: as opening.py; `is_about_content` tells whether the file is to blame
     """
     with ExitStack() as stack:
-        if file.kind in ("parquet", "arrow") and is_local(file):
-            with open_raw(file) as start:
-                check_no_pointer(start.peek(BLOCK_BYTES))
-        if file.kind == "parquet":
-            yield from _parquet_records(stack.enter_context(open_raw(file)), field)
-        elif file.kind == "arrow":
-            yield from _arrow_records(file, stack, field)
+        if file.kind in ("parquet", "arrow"):
+            for row, batch in _batches(file, stack, [field], _check_column):
+                if isinstance(batch, BadRecord):
+                    yield f"row {row}", 0, batch
+                else:
+                    yield from _values(batch.column(0), row)
         elif file.kind == "json":
             yield from _json_records(open_text(file, stack))
         elif file.kind == "text":
             yield from _pieces(open_text(file, stack))
         else:
             yield from _cells(open_text(file, stack), field, "\t" if file.kind == "tsv" else ",")
+
+
+def read_rows(file: DataFile, names: Sequence[str]) -> Iterator[Record]:
+    """Read the records of a file that have several fields each, or nested ones.
+
+    Args:
+        names: the columns of a table that are read, where it has them
+
+    Raises:
+        Broken, Exception: as read_records
+    """
+    with ExitStack() as stack:
+        if file.kind == "json":
+            yield from _json_records(open_text(file, stack))
+        elif file.kind in ("parquet", "arrow"):
+            for row, batch in _batches(file, stack, names):
+                values = [batch] if isinstance(batch, BadRecord) else batch.to_pylist()
+                yield from ((f"row {number}", 0, value) for number, value in enumerate(values, row))
+        else:
+            raise Broken(f"it is {file.kind}, and data.format is of records in json, parquet or arrow")
+
+
+def row_of(raw: Any) -> dict[str, Any]:
+    """The fields of a record that `read_rows` has read.
+
+    Raises:
+        BadRecord: it has none
+    """
+    if isinstance(raw, BadRecord):
+        raise raw
+    value = _parsed(raw) if isinstance(raw, bytes) else raw
+    if not isinstance(value, dict):
+        raise BadRecord(f"it is {_JSON_NAMES.get(type(value), type(value).__name__)}, not an object with fields")
+    return value
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return _JSON.decode(raw.decode(errors="surrogateescape"))
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"it is no JSON ({_why(error)})") from error
 
 
 def text_of(raw: Any, field: str, *, is_json: bool) -> str:
@@ -101,10 +141,7 @@ def text_of(raw: Any, field: str, *, is_json: bool) -> str:
     if isinstance(value, BadRecord):
         raise value
     if is_json and isinstance(value, bytes):
-        try:
-            value = _JSON.decode(value.decode(errors="surrogateescape"))
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"it is no JSON ({_why(error)})") from error
+        value = _parsed(value)
     if is_json and isinstance(value, dict):
         if field not in value:
             raise BadRecord(no_such_field(field, value))
@@ -350,32 +387,67 @@ def _text_cell(row: list[str], field: str, header: list[str], delimiter: str) ->
     return row[index]
 
 
-def _parquet_records(stream: io.BufferedReader, field: str) -> Iterator[Record]:
+def _batches(
+    file: DataFile,
+    stack: ExitStack,
+    names: Sequence[str],
+    check: Callable[[pa.Schema, str], None] = lambda schema, name: None,
+) -> Iterator[tuple[int, pa.RecordBatch | BadRecord]]:
+    """Parts of some columns of a table, with the number of the first row of each.
+
+    Args:
+        check: raises Broken for a column that cannot be used
+    """
+    if is_local(file):
+        with open_raw(file) as start:
+            check_no_pointer(start.peek(BLOCK_BYTES))
+    if file.kind == "parquet":
+        yield from _parquet_batches(stack.enter_context(open_raw(file)), names, check)
+    else:
+        yield from _arrow_batches(file, stack, names, check)
+
+
+def _chosen(schema: pa.Schema, names: Sequence[str], check: Callable[[pa.Schema, str], None]) -> list[str]:
+    """Those columns that a table has."""
+    for name in names:
+        check(schema, name)
+    if not (chosen := [name for name in names if name in schema.names]):
+        raise Broken(f"it has none of {', '.join(names)}: its columns are {', '.join(schema.names[:20])}")
+    return chosen
+
+
+def _parquet_batches(
+    stream: io.BufferedReader, names: Sequence[str], check: Callable[[pa.Schema, str], None]
+) -> Iterator[tuple[int, pa.RecordBatch | BadRecord]]:
     import pyarrow.parquet as pq
 
     # Without a buffer size, the whole column of a row group is read at once.
     table = pq.ParquetFile(stream, pre_buffer=False, buffer_size=_COLUMN_BYTES)
-    _check_column(table.schema_arrow, field)
+    chosen = _chosen(table.schema_arrow, names, check)
+    # A nested column is stored as several, whose names begin with its own.
+    ours = tuple(f"{name}." for name in chosen)
     first = 1
     for group in range(table.num_row_groups):
         metadata = table.metadata.row_group(group)
         columns = [metadata.column(index) for index in range(metadata.num_columns)]
-        num_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+        num_bytes = sum(each.total_uncompressed_size for each in columns if f"{each.path_in_schema}.".startswith(ours))
         num_rows = max(1, min(_COLUMN_ROWS, _COLUMN_BYTES * metadata.num_rows // max(num_bytes, 1)))
         row = first
         try:
-            for batch in table.iter_batches(num_rows, row_groups=[group], columns=[field], use_threads=False):
-                yield from _values(batch.column(0), row)
+            for batch in table.iter_batches(num_rows, row_groups=[group], columns=chosen, use_threads=False):
+                yield row, batch
                 row += len(batch)
         except Exception as error:
             if not is_about_content(error):
                 raise
             reason = f"nothing up to row {first + metadata.num_rows - 1} can be read ({first_line(error)})"
-            yield f"row {row}", 0, BadRecord(reason)
+            yield row, BadRecord(reason)
         first += metadata.num_rows
 
 
-def _arrow_records(file: DataFile, stack: ExitStack, field: str) -> Iterator[Record]:
+def _arrow_batches(
+    file: DataFile, stack: ExitStack, names: Sequence[str], check: Callable[[pa.Schema, str], None]
+) -> Iterator[tuple[int, pa.RecordBatch]]:
     import pyarrow as pa
 
     # A mapped file takes no memory of its own, and it may be one batch.
@@ -389,15 +461,13 @@ def _arrow_records(file: DataFile, stack: ExitStack, field: str) -> Iterator[Rec
         return open_(source, options=pa.ipc.IpcReadOptions(use_threads=False, **options))
 
     schema = opened().schema
-    _check_column(schema, field)
-    reader = opened(included_fields=[schema.get_field_index(field)])
+    reader = opened(included_fields=[schema.get_field_index(name) for name in _chosen(schema, names, check)])
     is_list = isinstance(reader, pa.ipc.RecordBatchFileReader)
     row = 1
     for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_list else reader:
-        column = batch.column(0)
-        for start in range(0, len(column), _COLUMN_ROWS):
-            yield from _values(column.slice(start, _COLUMN_ROWS), row + start)
-        row += len(column)
+        for start in range(0, len(batch), _COLUMN_ROWS):
+            yield row + start, batch.slice(start, _COLUMN_ROWS)
+        row += len(batch)
 
 
 def _check_column(schema: pa.Schema, field: str) -> None:

@@ -1,8 +1,9 @@
 """A shard of a data set: the documents of one file, and all that can go wrong while they are read.
 
-In a text file a document is a paragraph, in others the text field of a record (records.py). A document of more than
-MAX_DOCUMENT_CHARS is cut into several at line ends. A record without text is passed over, and a file that is broken
-ends where it is: the log names file and place. If the machine or the hub fails, a reader gets UserError.
+In a text file a document is a paragraph, in others the text field of a record (records.py), or what formats.py makes of
+a record. A text of more than MAX_DOCUMENT_CHARS is cut into several at line ends. A record without text is passed over,
+and a file that is broken ends where it is: the log names file and place. If the machine or the hub fails, a reader gets
+UserError.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
+from swarm_peer.config import DataSection
 from swarm_peer.errors import HubFailed, UserError, first_line, machine_fault
 from swarm_peer.runtime.data.files import DataFile
+from swarm_peer.runtime.data.formats import columns_of, document_of
 from swarm_peer.runtime.data.opening import is_about_content, is_local
 from swarm_peer.runtime.data.records import (
     MAX_DOCUMENT_CHARS,
@@ -24,6 +27,8 @@ from swarm_peer.runtime.data.records import (
     Record,
     cut,
     read_records,
+    read_rows,
+    row_of,
     text_of,
 )
 
@@ -61,16 +66,24 @@ class RecordShard:
     Args:
         name: what messages call it
         read: reads its records
+        text: gives the text of a record, or raises BadRecord
+        is_whole: whether a record is never cut
     """
 
     def __init__(
-        self, name: str, read: Callable[[], Iterator[Record]], field: str, *, is_json: bool = False, is_remote: bool
+        self,
+        name: str,
+        read: Callable[[], Iterator[Record]],
+        text: Callable[[Any], str],
+        *,
+        is_remote: bool,
+        is_whole: bool = False,
     ):
         self.is_remote = is_remote
         self._name = name
         self._read = read
-        self._field = field
-        self._is_json = is_json
+        self._text = text
+        self._is_whole = is_whole
         self._num_told: Counter[str] = Counter()
 
     def __call__(self, offset: int = 0, stride: int = 1) -> Iterator[str]:
@@ -107,10 +120,10 @@ class RecordShard:
             for index, (place, size, raw) in enumerate(self._read()):
                 # The pieces of a long record are spread over the slices. A short one is one piece at most.
                 is_own = index % stride == offset
-                if not is_own and size <= MAX_DOCUMENT_CHARS:
+                if not is_own and (self._is_whole or size <= MAX_DOCUMENT_CHARS):
                     continue
                 try:
-                    text = text_of(raw, self._field, is_json=self._is_json)
+                    text = self._text(raw)
                 except BadRecord as error:
                     if is_own:
                         tell("record_passed_over", place, str(error))
@@ -119,7 +132,7 @@ class RecordShard:
                     text, count = _SURROGATES.subn("\ufffd", text)
                     if count and is_own:
                         self._tell("characters_replaced", place, f"{count} of its characters or bytes are no UTF-8")
-                for number, piece in enumerate(cut(text), index):
+                for number, piece in enumerate([text] if self._is_whole else cut(text), index):
                     if number % stride == offset:
                         yield piece
         except UserError:
@@ -148,14 +161,28 @@ def _named(place: Place) -> str:
     return f"line {place}: " if isinstance(place, int) else place and f"{place}: "
 
 
-def shard_of(file: DataFile, field: str) -> RecordShard:
+def shard_of(file: DataFile, section: DataSection) -> RecordShard:
     """The documents of a file.
 
     Args:
-        field: name of the field or column that holds the text, where there are such
+        section: says what its records hold
     """
-    read = functools.partial(read_records, file, field)
-    return RecordShard(file.name, read, field, is_json=file.kind == "json", is_remote=not is_local(file))
+    is_remote, is_json = not is_local(file), file.kind == "json"
+    if section.format != "text":
+        return row_shard(file.name, functools.partial(read_rows, file, columns_of(section)), section, is_remote)
+    read = functools.partial(read_records, file, section.text_field)
+    text = functools.partial(text_of, field=section.text_field, is_json=is_json)
+    return RecordShard(file.name, read, text, is_remote=is_remote)
+
+
+def row_shard(name: str, read: Callable[[], Iterator[Record]], section: DataSection, is_remote: bool) -> RecordShard:
+    """The documents of records with fields. The arguments are RecordShard's."""
+    text = functools.partial(_document, section=section)
+    return RecordShard(name, read, text, is_remote=is_remote, is_whole=True)
+
+
+def _document(raw: Any, section: DataSection) -> str:
+    return document_of(row_of(raw), section)
 
 
 def reading_failed(what: str, error: Exception, *, is_remote: bool) -> UserError:

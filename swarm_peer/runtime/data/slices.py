@@ -19,6 +19,8 @@ alone determine all this. So (pass, slice, window) names a sample, where `window
 which they come out. It names the same sample at every peer that has the same data and the same version of the
 tokenizer.
 
+Data for fine-tuning, whose documents are examples, gives one sample for each of them (samples.py).
+
 **Held-out documents.** The candidates are the first documents of the shards: VALIDATION_WINDOW candidates for each
 document wanted, from at most VALIDATION_SHARDS shards if these are long, in an order drawn from the seed. Those with
 the smallest hashes under the run's seed are held out, at most a tenth of the candidates. A held-out document is
@@ -46,6 +48,8 @@ from swarm_peer.errors import UserError
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
 from swarm_peer.policy.data.sample_ledger import MAX_SLICES
 from swarm_peer.runtime.data.corpus import check_shards, open_shards, total_bytes
+from swarm_peer.runtime.data.examples import ExampleMaker
+from swarm_peer.runtime.data.samples import samples_from
 from swarm_peer.runtime.data.tokenizers import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,9 @@ MIN_SLICES = 64
 # On average half a window is lost at the end of a slice: a 64th of the text, if a slice has this many windows.
 MIN_SLICE_WINDOWS = 32
 BYTES_PER_TOKEN = 4
+
+# Of records that are packed, nothing is lost at the end of a slice, but the last samples are not as full as others.
+MIN_PACKED_WINDOWS = 4
 
 # Small files are joined until slices have about this size, as long as enough slices remain.
 JOINED_SLICE_BYTES = 1 << 20
@@ -134,6 +141,8 @@ class SliceReader:
     def no_text(self) -> UserError:
         """The error to raise if all slices of a pass are empty."""
         data = self._manifest.data
+        if data.has_targets:
+            return _nothing_learnt(data, self._maker)
         if self._tokenizer.num_dropped:
             return _unknown_tokens(data, self._tokenizer)
         return UserError(
@@ -159,10 +168,17 @@ class SliceReader:
         _check_known(self._manifest, tokenizer, self._cache_dir)
         return tokenizer
 
+    @functools.cached_property
+    def _maker(self) -> ExampleMaker:
+        return ExampleMaker(self._manifest.data, self._tokenizer)
+
     def _windows(self, slice_id: SliceId) -> Iterator[npt.NDArray[np.int32]]:
-        length = self._manifest.data.sequence_length
-        tell = functools.partial(self._tell_left_over, slice_id)
-        windows = _pack(self._documents(slice_id), self._tokenizer, length, tell)
+        data, documents = self._manifest.data, self._documents(slice_id)
+        if data.has_targets:
+            windows = samples_from(documents, self._maker, data.sequence_length, self._tokenizer.separator_id)
+        else:
+            tell = functools.partial(self._tell_left_over, slice_id)
+            windows = _pack(documents, self._tokenizer, data.sequence_length, tell)
         yield from shuffled(windows, self._shuffle_buffer, self._rng("windows", slice_id))
 
     def _tell_left_over(self, slice_id: SliceId, num_used: int, num_left: int) -> None:
@@ -287,6 +303,11 @@ def validation_samples(manifest: RunManifest, num_samples: int, cache_dir: Path 
     documents = list(_held_out(data, manifest.seed, cache_dir).values())
     _check_known(manifest, _tokenizer_of(manifest, cache_dir), cache_dir)
     samples = samples_of(manifest, documents, num_samples, cache_dir)
+    if samples is None and data.has_targets:
+        raise UserError(
+            f"of the {len(documents)} documents held out for validation, none has a token to learn: raise "
+            f"data.validation_documents (now {data.validation_documents}), and look at data.format and data.loss_on"
+        )
     if samples is None:
         raise UserError(
             f"the {len(documents)} documents held out for validation are too short for one sample of "
@@ -312,6 +333,11 @@ def samples_of(
     """
     length = manifest.data.sequence_length
     tokenizer = _tokenizer_of(manifest, cache_dir)
+    if manifest.data.has_targets:
+        maker = ExampleMaker(manifest.data, tokenizer)
+        samples = list(samples_from(documents, maker, length, tokenizer.separator_id))
+        count = min(num_samples, len(samples))
+        return np.stack([samples[i * len(samples) // count] for i in range(count)]) if count else None
     tokens = np.fromiter(_tokens(documents, tokenizer), np.int32)
     windows = max(len(tokens) - 1, 0) // length
     if not windows and tokenizer.num_dropped:
@@ -330,6 +356,14 @@ def _unknown_tokens(data: DataSection, tokenizer: Tokenizer) -> UserError:
     )
 
 
+def _nothing_learnt(data: DataSection, maker: ExampleMaker) -> UserError:
+    counts = ", ".join(f"{count} {what}" for what, count in sorted(maker.counts.items())) or "no documents"
+    return UserError(
+        f"data.dataset={data.dataset!r} has nothing to learn besides the documents held out for validation ({counts}): "
+        f"look at data.format={data.format!r}, data.loss_on and data.sequence_length={data.sequence_length}"
+    )
+
+
 def _check_known(manifest: RunManifest, tokenizer: Tokenizer, cache_dir: Path | None) -> None:
     """Check by the held-out documents that the tokenizer knows what the text is made of.
 
@@ -337,7 +371,7 @@ def _check_known(manifest: RunManifest, tokenizer: Tokenizer, cache_dir: Path | 
         UserError: it does not know most of it, or the data cannot be read
     """
     data = manifest.data
-    if data.tokenizer == "bytes":
+    if data.tokenizer == "bytes" or data.format == "tokens":
         return
     share = tokenizer.share_known(text[:PROBE_CHARS] for text in _held_out(data, manifest.seed, cache_dir).values())
     if share < LEAST_KNOWN:
@@ -438,8 +472,11 @@ def _cut_shards(num_shards: int, section: DataSection) -> tuple[int, int]:
     if num_bytes is None:
         num_groups, at_least = num_shards, MIN_SLICES
     else:
-        room = num_bytes // (MIN_SLICE_WINDOWS * BYTES_PER_TOKEN * section.sequence_length)
-        at_least = min(max(room, 1), MIN_SLICES)
+        min_windows = MIN_PACKED_WINDOWS if section.packing else MIN_SLICE_WINDOWS
+        room = num_bytes // (min_windows * BYTES_PER_TOKEN * section.sequence_length)
+        # Where a record is a sample, slices may be as short as they like: data for fine-tuning is often small.
+        is_whole = section.has_targets and not section.packing
+        at_least = MIN_SLICES if is_whole else min(max(room, 1), MIN_SLICES)
         num_groups = min(num_shards, max(at_least, num_bytes // JOINED_SLICE_BYTES))
     num_groups = min(num_groups, MAX_SLICES)
     return num_groups, math.ceil(at_least / num_groups)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import importlib.util
 import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,41 @@ class Tokenizer(ABC):
     separator_id: int
     num_dropped: int = 0
 
+    @property
+    def beginning(self) -> Sequence[int]:
+        """The tokens that the model expects before a text that is not cut from a longer one."""
+        return ()
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The names of tokens that a text has only where these very names stand."""
+        return ()
+
+    @property
+    def named_tokens(self) -> Mapping[str, Any]:
+        """Some of these, by the names that chat templates have for them, such as eos_token."""
+        return {}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own; None if it has none."""
+        return None
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens.
 
         Raises:
             UnknownToken: the model does not know one of them
+        """
+
+    @abstractmethod
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The tokens of a text, as `encode`, and the characters of each: the first, and the one after the last.
+
+        Raises:
+            UnknownToken: the model does not know one of them
+            UserError: this tokenizer cannot tell
         """
 
     @abstractmethod
@@ -98,6 +128,15 @@ class BytesTokenizer(Tokenizer):
         """The bytes of a text."""
         return list(text.encode(errors="replace"))  # scraped text may hold lone surrogates
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The bytes of a text, and the characters that they belong to."""
+        ids, offsets = [], []
+        for number, character in enumerate(text):
+            encoded = self.encode(character)
+            ids += encoded
+            offsets += [(number, number + 1)] * len(encoded)
+        return ids, offsets
+
     def decode(self, ids: list[int]) -> str:
         """The text of some bytes, also if they are not valid UTF-8. A model may have other ids: those are left out."""
         return bytes(id_ for id_ in ids if id_ < self.vocab_size).decode(errors="replace")
@@ -117,6 +156,35 @@ class PretrainedTokenizer(Tokenizer):
         self._tokenizer = tokenizer
         self._known_ids = known_ids if known_ids is not None and known_ids < self.vocab_size else None
 
+    @property
+    def beginning(self) -> Sequence[int]:
+        """Its bos_token, if it begins a text with that of its own accord."""
+        first: list[int] = self._tokenizer.encode(_PROBE)[:1]
+        return first if first == [getattr(self._tokenizer, "bos_token_id", None)] else ()
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Those that have been added to the vocabulary."""
+        names = (self._tokenizer.convert_ids_to_tokens(id_) for id_ in self._added_ids)
+        return tuple(name for name in names if not name.isspace())
+
+    @property
+    def named_tokens(self) -> Mapping[str, Any]:
+        """As transformers gives them to templates."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The one that comes with it; of several, the default."""
+        own = getattr(self._tokenizer, "chat_template", None)
+        return own.get("default") if isinstance(own, Mapping) else own
+
+    @property
+    def _added_ids(self) -> Iterable[int]:
+        added = self._tokenizer.added_tokens_decoder
+        # The class that mistral-common brings has a method there that raises, and knows its special tokens.
+        return added if isinstance(added, Mapping) else self._tokenizer.all_special_ids
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens.
 
@@ -133,6 +201,17 @@ class PretrainedTokenizer(Tokenizer):
             if type(error) is not Exception:  # the tokenizers' own class of all errors
                 raise
             raise UnknownToken(f"the tokenizer does not know a part of a text ({first_line(error)})") from error
+        return self._known(ids)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As Tokenizer says; those that are not fast, by transformers' name, cannot tell."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            kind = type(self._tokenizer).__name__
+            raise UserError(f"a {kind} does not tell where its tokens stand: for chats, take a tokenizer.json")
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return self._known(encoded["input_ids"]), encoded["offset_mapping"]
+
+    def _known(self, ids: list[int]) -> list[int]:
         if self._known_ids is not None and ids and (highest := max(ids)) >= self._known_ids:
             token = self._tokenizer.convert_ids_to_tokens(highest)
             raise UnknownToken(
@@ -164,10 +243,7 @@ class PretrainedTokenizer(Tokenizer):
 
     def ordinary_ids(self) -> set[int]:
         """The ids that text is made of. Added tokens are in a text only where it has their very names."""
-        added = self._tokenizer.added_tokens_decoder
-        # The class that mistral-common brings has a method there that raises, and knows its special tokens.
-        added_ids = added if isinstance(added, Mapping) else self._tokenizer.all_special_ids
-        return set(self._tokenizer.get_vocab().values()) - set(added_ids)
+        return set(self._tokenizer.get_vocab().values()) - set(self._added_ids)
 
     def means_the_same(self, other: PretrainedTokenizer) -> bool:
         """Whether an id stands for the same token in both. Tokens that only one of them has added do not matter."""

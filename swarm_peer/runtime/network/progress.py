@@ -93,6 +93,7 @@ class ProgressBook:
             claimed=count.claimed,
             loss_sum=count.loss_sum,
             ranges=count.ranges,
+            targets=count.targets,
             incarnation=self.author.incarnation,
             timeline=self.timeline,
         )

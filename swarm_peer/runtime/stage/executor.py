@@ -269,7 +269,10 @@ class StageExecutor:
         num_tokens = length + (microbatch.mode != "predict")
         graph: ForwardPass | None = None
         with out_of_memory_fails_hop():
-            tokens_BS = decode_tokens(microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size)
+            has_marks = self._resolved.manifest.data.has_targets and microbatch.mode != "predict"
+            tokens_BS = decode_tokens(
+                microbatch.tokens, (num_samples, num_tokens), self._resolved.vocab_size, has_marks=has_marks
+            )
             hidden_BTD = None if hidden is None else decode(hidden, shape, wire.activations, trainer.device)
             if microbatch.mode == "train":
                 graph = trainer.forward(tokens_BS, hidden_BTD)

@@ -28,10 +28,10 @@ def _contribution(trainer: StageTrainer, metrics: PeerMetrics, updates: UpdateRe
         updates.not_finite()
         metrics.lose(lost, "their gradient is not finite", round_number=round_number)
     gradients = trainer.mean_gradients()
-    brought, samples = trainer.strategy.contribution(gradients, trainer.num_samples)
+    brought, weight = trainer.strategy.contribution(gradients, trainer.weight)
     if brought is gradients or all(bool(tensor.isfinite().all()) for tensor in brought):
-        return brought, samples
+        return brought, weight
     # The weights of this replica are broken. Those that come of the average take their place.
     updates.not_finite()
-    metrics.lose(samples, "their difference is not finite", round_number=round_number)
+    metrics.lose(trainer.samples_of(weight), "their difference is not finite", round_number=round_number)
     return [torch.zeros_like(tensor) for tensor in brought], 0

@@ -44,6 +44,7 @@ class RoundReports:
         self._metrics = context.metrics
         self._averaging = context.resolved.manifest.averaging
         self._stage = stage
+        self._has_targets = context.resolved.manifest.data.has_targets
         # Samples that the next average should be of; None if this replica does not know of all.
         self._num_counted: int | None = 0
 
@@ -56,18 +57,15 @@ class RoundReports:
         self.finished.clear()
         self.finished.extend(still_true)
 
-    def report(
-        self, step: StepState, settlement: Settlement, result: StepResult, samples: int, loss_sum: float
-    ) -> None:
+    def report(self, step: StepState, settlement: Settlement, result: StepResult, samples: int, loss: float) -> None:
         """Report the end of a round.
 
         Args:
             step: where the replica stood in the round
             samples: that have counted in it
-            loss_sum: of these samples
+            loss: mean over the targets of these samples
         """
         optimizer_step, seconds = step.optimizer_step + 1, self._clock.monotonic_s() - step.began_s
-        loss = loss_sum / samples if samples else 0.0
         if self._stage == 0:
             report = RoundReport(
                 round_number=step.round_number,
@@ -87,9 +85,10 @@ class RoundReports:
             self._num_counted = samples
         self._metrics.loss.set(loss)
         log.info(
-            "step_done optimizer_step=%d loss=%.4f samples=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
+            "step_done optimizer_step=%d loss=%.4f %s=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
             optimizer_step,
             loss,
+            "targets" if self._has_targets else "samples",
             settlement.samples,
             seconds,
             result.grad_norm,
@@ -120,6 +119,7 @@ class RoundReports:
             log.error("update_skipped round=%d reason=all gradients are lost", step.round_number)
         elif result.skipped:
             log.error("update_skipped round=%d reason=the averaged gradient is not finite", step.round_number)
-        if self._stage == 0 and self._num_counted not in (None, settlement.samples):
+        # Where averages are weighted by targets, nobody knows how many all samples have.
+        if self._stage == 0 and not self._has_targets and self._num_counted not in (None, settlement.samples):
             text = "samples_differ round=%d counted=%d averaged=%d"
             log.warning(text, step.round_number, self._num_counted, settlement.samples)

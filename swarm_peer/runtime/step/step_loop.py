@@ -304,7 +304,8 @@ class StepLoop:
     async def _commit(self, settlement: Settlement) -> None:
         step, round_number = self.step, self.step.round_number
         counter = self._progress.counter
-        samples, loss_sum = counter.samples(round_number), counter.loss_sum(round_number)
+        samples = counter.samples(round_number)
+        loss = counter.mean_loss(round_number, self._context.resolved.manifest.data.sequence_length)
         counted = b"" if self._leases is None else self._leases.end_round(round_number, settlement.brought)
         update = settlement.gradients, settlement.history_hash, counted
         await self._state_server.retain_update(*update, is_wanted=settlement.is_wanted)
@@ -313,7 +314,7 @@ class StepLoop:
             await self._state_server.keep_complete()
         with anyio.CancelScope(shield=True):  # a rewind must know what this peer brought to the update
             result = await self._device_thread.run(Priority.STEP, lambda: self._trainer.apply(settlement.gradients))
-        self.reports.report(step, settlement, result, samples, loss_sum)
+        self.reports.report(step, settlement, result, samples, loss)
         self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=result.skipped)
         self._own_work.note(self._rounds.current)
         self._begin_round(round_number + 1, settlement.history_hash, step.timeline, counted, step.next_lineage)
