@@ -1,0 +1,40 @@
+"""What the counts of a round are believed for, and what a member waits for in a cut."""
+
+from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
+from swarm_peer.protocol.log import Close, Contribution, Cut, Done, Name, Part, Receipt
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
+
+RULES = RoundRules(num_stages=2, batch=10)
+BASE = ("one", "two")
+C = Seat("c", 1, "operator")
+ID = EpochId(1, C, 0)
+# Two seats of one ticket in stage 0, and one of the two of stage 1 is of that ticket as well.
+A, B, OWN, OTHER = Seat("a", 1, "mine"), Seat("b", 1, "mine"), Seat("own", 1, "mine"), Seat("other", 1, "another")
+PLACES = (Place(COORDINATORS, C), Place(0, A), Place(0, B), Place(1, OWN), Place(1, OTHER))
+EPOCH = Epoch(ID, PLACES, BEGINNING, (0, 1))
+
+
+def done(author, samples, **receipts):
+    seats = {"own": OWN, "other": OTHER}
+    signed = tuple(Signed(Receipt(seats[name], ID, author, 0, n, BASE), b"") for name, n in receipts.items())
+    return Done(author, ID, 0, 0, samples, BASE, signed)
+
+
+def test_a_ticket_is_believed_for_its_part_of_stage_1_once_and_not_for_each_of_its_seats():
+    assert EPOCH.is_divided
+    counts = [done(A, 5, own=4, other=1), done(B, 5, own=4, other=1)]
+    believed = RULES.believed(counts, lambda _: EPOCH)
+    assert believed == {A: 5, B: 2}, "half of stage 1 is of their ticket: 5 of the 10 samples"
+    assert not RULES.fills(Close(0, tuple(Signed(count, b"") for count in counts)), lambda _: EPOCH)
+    counts[1] = done(B, 8, own=4, other=4)
+    assert sum(RULES.believed(counts, lambda _: EPOCH).values()) == RULES.batch
+    assert RULES.fills(Close(0, tuple(Signed(count, b"") for count in counts)), lambda _: EPOCH)
+
+
+def test_a_member_does_not_wait_for_a_contribution_that_no_cut_may_hold():
+    most = RULES.most_weight
+    cut = Cut(stage=0, round=0, epoch=ID, attempt=0, parent="", root="", base=BASE, averages=True, parts=(Part(A, ()),))
+    heavy, fair = (Contribution(Name(A, 0), weight, (), BASE) for weight in (most + 1, most))
+    assert cut.holds(Part(A, (heavy,)), None, most)
+    assert not cut.holds(Part(A, (fair,)), None, most)
