@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Certified, Epoch
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log
+from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log, Most
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
@@ -51,6 +51,7 @@ class RoundRules:
 
     Attributes:
         batch, unit: samples of a round, and of a microbatch
+        targets: the most that a sample can have; 1 where samples are weighed, and not their targets
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
         roots_every: rounds from one at which all members tell the root of their state to the next; 0 for none
@@ -59,14 +60,16 @@ class RoundRules:
     num_stages: int
     batch: int
     unit: int = 1
+    targets: int = 1
     lag: int = 0
     period: int = 1
     roots_every: int = 1
 
     @property
-    def most_weight(self) -> int:
-        """The weight that one contribution may have: failed work is done again, and a period has several batches."""
-        return (4 * self.batch + 64 * self.unit) * self.period
+    def most(self) -> Most:
+        """The most that one contribution may have."""
+        samples = (4 * self.batch + 64 * self.unit) * self.period
+        return Most(samples, samples * self.targets)
 
     def averages(self, number: int) -> bool:
         """Whether a round ends with an average."""

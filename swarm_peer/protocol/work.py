@@ -17,6 +17,7 @@ from swarm_peer.protocol.log import (
     EpochOf,
     Have,
     Log,
+    Most,
     Name,
     Pass,
     Receipt,
@@ -31,7 +32,7 @@ class RoundContext:
 
     Attributes:
         batch, unit: samples of a round, and of a microbatch
-        most_weight: that one contribution may have, and samples
+        most: that one contribution may have
         lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
         averages: whether a round ends with an average
         is_rooted: whether all members tell the root of the state that a round begins with
@@ -44,7 +45,7 @@ class RoundContext:
     num_stages: int
     batch: int
     unit: int
-    most_weight: int
+    most: Most
     lag: int
     averages: Callable[[int], bool]
     is_rooted: Callable[[int], bool]
@@ -138,6 +139,10 @@ class Work:
         # Of rounds without an average: the next one that has one holds it.
         self._carried = Computed()
 
+    def decided_in(self, number: int) -> int:
+        """The round whose entry holds what is computed in a round."""
+        return self._context.decided_in(number)
+
     def round(self, number: int) -> OpenRound:
         """A round that is open, or opens now."""
         return self.open.setdefault(number, OpenRound(number))
@@ -192,7 +197,9 @@ class Work:
         samples = merge_ranges([*self._carried.samples, *made.samples])
         if not weight and not samples:
             return None
-        return Contribution(Name(self._me, self._context.decided_in(number)), weight, samples, made.base)
+        # In the middle of a period, the entry that will hold it is of other heads.
+        base = made.base if self._context.averages(number) else ()
+        return Contribution(Name(self._me, self.decided_in(number)), weight, samples, base)
 
     def brings(self, number: int) -> tuple[Contribution, ...]:
         """All contributions that this seat can bring to the average of a round."""
@@ -208,10 +215,13 @@ class Work:
     def void(self, number: int) -> None:
         """Give up what was computed in a round: it began from other heads, or the device has lost it."""
         present = self.open[number]
-        made, name = present.computed, Name(self._me, self._context.decided_in(number))
-        if made.weight:
-            self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
+        self._lose(number, present.computed)
         present.computed, present.voids, present.is_void = Computed(), present.voids + 1, False
+
+    def _lose(self, number: int, made: Computed) -> None:
+        if made.weight or made.samples:
+            name = Name(self._me, self.decided_in(number))
+            self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
 
     def void_all(self) -> None:
         """Give up what was computed in all rounds that go on here."""
@@ -228,9 +238,12 @@ class Work:
             held = [*([own] if own is not None else []), *self.lost]
             held += [self.guests.pop(name) for name in list(self.guests) if name.round <= cut.round]
             self.lost = [each for each in held if each not in cut.brings]
-        elif present is not None:
+        elif present is not None and present.is_drained:
             self._carried.weight += present.computed.weight
             self._carried.samples += present.computed.samples
+        elif present is not None:
+            # The others went on without this seat, before its driver had taken this out of the accumulator.
+            self._lose(cut.round, present.computed)
         return present
 
     def give_up(self, next_round: int, log: Log | None = None) -> None:

@@ -33,8 +33,8 @@ def test_a_ticket_is_believed_for_its_part_of_stage_1_once_and_not_for_each_of_i
 
 
 def test_a_member_does_not_wait_for_a_contribution_that_no_cut_may_hold():
-    most = RULES.most_weight
+    most = RULES.most
     cut = Cut(stage=0, round=0, epoch=ID, attempt=0, parent="", root="", base=BASE, averages=True, parts=(Part(A, ()),))
-    heavy, fair = (Contribution(Name(A, 0), weight, (), BASE) for weight in (most + 1, most))
+    heavy, fair = (Contribution(Name(A, 0), weight, (), BASE) for weight in (most.weight + 1, most.weight))
     assert cut.holds(Part(A, (heavy,)), None, most)
     assert not cut.holds(Part(A, (fair,)), None, most)
