@@ -143,6 +143,10 @@ class Work:
         """The round whose entry holds what is computed in a round."""
         return self._context.decided_in(number)
 
+    def begins_with_head(self, next_round: int) -> int:
+        """The round that begins with the head of the log."""
+        return next_round + self._context.lag
+
     def round(self, number: int) -> OpenRound:
         """A round that is open, or opens now."""
         return self.open.setdefault(number, OpenRound(number))
@@ -223,8 +227,10 @@ class Work:
             name = Name(self._me, self.decided_in(number))
             self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
 
-    def void_all(self) -> None:
-        """Give up what was computed in all rounds that go on here."""
+    def void_all(self, next_round: int) -> None:
+        """Give up what was computed in all rounds that go on here, and in those before that had no average."""
+        self._lose(next_round, self._carried)
+        self._carried = Computed()
         for number, present in self.open.items():
             if not present.is_drained:
                 self.void(number)
