@@ -188,7 +188,10 @@ class BatchLauncher:
         member = self._member()
         working = member.working if member is not None else None
         is_open = self._core.admission.is_open and working is not None
-        return working if is_open and working and working.number == self._core.rounds.current.number else None
+        if member is None or not is_open or working is None or working.number != self._core.rounds.current.number:
+            return None
+        optimizer_step = member.log.optimizer_step + working.number - member.log.next_round
+        return working if optimizer_step < self._manifest.training.steps else None
 
     def _is_due(self) -> bool:
         """Whether there is a microbatch to launch or to draw, or a validation to compute."""
