@@ -40,6 +40,7 @@ class RoundContext:
         believed: the samples of each author's count of a round that there are receipts for
         epoch_of: an epoch that was chosen, by its id
         sign: signs as this process's seat
+        last_step: the run's last optimizer step; None if it has none
     """
 
     num_stages: int
@@ -54,6 +55,7 @@ class RoundContext:
     epoch_of: EpochOf
     sign: Sign
     timing: Timing
+    last_step: int | None = None
 
     def decided_in(self, number: int) -> int:
         """The round whose entry holds what is computed in a round."""
@@ -72,12 +74,14 @@ class Computed:
         claimed: samples that it has launched, at stage 0
         samples: as stage 0 knows them
         receipts: of seats of stage 1, at stage 0
+        loss_sum: at stage 0
         callers: samples by the seat of stage 0 that has sent them, at stage 1
     """
 
     base: Base = ()
     weight: int = 0
     claimed: int = 0
+    loss_sum: float = 0.0
     samples: list[WindowRange] = field(default_factory=list)
     receipts: dict[Seat, Signed[Receipt]] = field(default_factory=dict)
     callers: dict[Seat, int] = field(default_factory=dict)
@@ -143,6 +147,10 @@ class Work:
         """The round whose entry holds what is computed in a round."""
         return self._context.decided_in(number)
 
+    def is_over(self, log: Log) -> bool:
+        """Whether a log has all updates of the run."""
+        return self._context.last_step is not None and log.optimizer_step >= self._context.last_step
+
     def begins_with_head(self, next_round: int) -> int:
         """The round that begins with the head of the log."""
         return next_round + self._context.lag
@@ -167,13 +175,14 @@ class Work:
         weight: int,
         samples: Iterable[WindowRange] = (),
         receipt: Signed[Receipt] | None = None,
+        loss_sum: float = 0.0,
         caller: Seat | None = None,
         num_samples: int = 0,
     ) -> bool:
         """A microbatch of an open round was computed, and its gradient is kept; False if it must not be.
 
         Args:
-            samples, receipt: at stage 0
+            samples, receipt, loss_sum: at stage 0
             caller, num_samples: at stage 1: for whom it was computed
         """
         if not self.admits(number, base):
@@ -181,6 +190,7 @@ class Work:
         made = self.open[number].computed
         made.weight += weight
         made.samples += samples
+        made.loss_sum += loss_sum
         if receipt is not None:
             made.receipts[receipt.body.author] = receipt
         if caller is not None:

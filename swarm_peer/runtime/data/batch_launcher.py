@@ -29,6 +29,7 @@ from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
+from swarm_peer.token_marks import num_targets, weight_of
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.messages import Mode
 from swarm_peer.wire.records import Validation
@@ -41,6 +42,10 @@ MAX_LAUNCHES = 20
 RELAUNCH_PAUSE_S = 0.5
 # Microbatches that are asked for beyond those that can be launched at once, so that none waits for the leader.
 ASKED_AHEAD = 1
+
+
+# Called with each microbatch that has counted: (round, tokens of shape (B, T+1), the names of its samples, its id).
+CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId], bytes], None]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -67,7 +72,6 @@ class BatchLauncher:
 
     Attributes:
         validations: this seat's shares of the last validation losses
-        loss_sums: of what it has had counted, by round, for reports
         stopping: whether `stop` has been called, or the data cannot be read
         failure: why the data cannot be read, if so
     """
@@ -82,6 +86,7 @@ class BatchLauncher:
         view: Callable[[], SwarmView],
         validation: npt.NDArray[np.int32],
         look: Callable[[], None],
+        counted: CountedHook | None = None,
     ):
         """Make a launcher that has launched nothing.
 
@@ -89,9 +94,9 @@ class BatchLauncher:
             member: the seat's part in the protocol; None while it has no place
             validation: held-out samples, int32 of shape (N, T+1)
             look: has the core look soon at what was done
+            counted: called with each microbatch that has counted; for tests
         """
         self.validations: deque[Validation] = deque(maxlen=8)
-        self.loss_sums: dict[int, float] = {}
         self.stopping = False
         self.failure: UserError | None = None
         self._context = context
@@ -102,12 +107,15 @@ class BatchLauncher:
         self._view = view
         self._validation = validation
         self._look = look
+        self._counted_hook = counted
         self._timeout_s = self._manifest.limits.hop_timeout_s * max(self._manifest.stages.count - 1, 1)
         self._window = InFlightWindow(core.capacity.microbatches)
         self._waiting: list[_Batch] = []
         self._is_drawing = False
         self._in_flight = 0
         self._record = LaunchRecord()
+        # The weights that were validated last, by the timeline and the optimizer step: two rounds may begin with them.
+        self._validated = (0, -1)
 
     @property
     def _size(self) -> int:
@@ -137,7 +145,7 @@ class BatchLauncher:
                     break
                 entered = self._core.rounds.current
                 if self._validation_is_due():
-                    entered.validated = True
+                    self._validated = _weights_of(entered)
                     await self._validate(entered)
                 elif not self._waiting:
                     self._is_drawing = True
@@ -157,7 +165,8 @@ class BatchLauncher:
             member = self._member()
             if member is not None:
                 could = self._most_in_flight + ASKED_AHEAD - self._in_flight
-                member.wants_samples = max(0, could * self._size) if not self.stopping else 0
+                is_over = self.stopping or self._is_past_end(member, member.log.next_round)
+                member.wants_samples = max(0, could * self._size) if not is_over else 0
                 present = self._present()
                 if present is not None:
                     self._slices.tell_ends(present)
@@ -187,13 +196,24 @@ class BatchLauncher:
 
     def _is_due(self) -> bool:
         """Whether there is a microbatch to launch or to draw, or a validation to compute."""
-        if self._present() is None:
+        member = self._member()
+        if member is None or self._waits_for_first_peers():
             return False
         if self._validation_is_due():
             return True
+        if (present := self._present()) is None or self._is_past_end(member, present.number):
+            return False
         if self._in_flight >= self._most_in_flight or not self._has_room():
             return False
         return bool(self._waiting) or not self._is_drawing
+
+    def _waits_for_first_peers(self) -> bool:
+        is_first = self._core.rounds.current.number == 0
+        return is_first and self._view().fewest_serving() < self._manifest.stages.peers_to_start
+
+    def _is_past_end(self, member: Member, number: int) -> bool:
+        """Whether the run has no optimizer step that a round could make."""
+        return member.log.optimizer_step_at(number) >= self._manifest.training.steps
 
     def _has_room(self) -> bool:
         member, place = self._member(), self._place()
@@ -267,12 +287,18 @@ class BatchLauncher:
             present = member.work.open.get(inside.number) if member is not None else None
             if batch.generation != self._slices.generation or present is None:
                 raise RoundClosed(f"round {inside.number} is given up", inside.number + 1)
-            num_samples = len(batch.samples)
+            weight = num_targets(batch.tokens_BS) if self._manifest.data.has_targets else len(batch.samples)
             if not self._slices.counted(
-                present, batch.samples, base=result.base, weight=num_samples, receipt=result.receipt
+                present,
+                batch.samples,
+                base=result.base,
+                weight=weight,
+                loss_sum=result.loss_sum,
+                receipt=result.receipt,
             ):
                 raise RoundClosed(f"what was computed in round {inside.number} is void", inside.number)
-            self.loss_sums[inside.number] = self.loss_sums.get(inside.number, 0.0) + result.loss_sum
+            if self._counted_hook is not None:
+                self._counted_hook(inside.number, batch.tokens_BS, batch.samples, batch.id)
         seconds = self._context.clock.monotonic_s() - begin
         self._context.metrics.round_trip_seconds.observe(seconds)
         if speed := self._core.executor.samples_per_s:
@@ -308,15 +334,14 @@ class BatchLauncher:
     # --- validation
 
     def _validation_is_due(self) -> bool:
-        member, entered = self._member(), self._core.rounds.current
-        is_due = member is not None and self._manifest.training.validates_at(member.log.optimizer_step)
-        return is_due and not entered.validated
+        # Not the round that is worked at: the last weights are of one that nothing is trained in.
+        entered = self._core.rounds.current
+        is_due = self._core.admission.is_open and self._manifest.training.validates_at(entered.step.optimizer_step)
+        return is_due and self._validated != _weights_of(entered)
 
     async def _validate(self, entered: ReplicaRound) -> None:
         """Compute this seat's share of the validation loss, before its training microbatches of the round."""
-        member = self._member()
-        assert member is not None
-        me, step = member.me.peer, member.log.optimizer_step
+        me, step = self._context.identity.peer_id, entered.step.optimizer_step
         peers = sorted({peer.peer_id for peer in self._view().serving(0)} | {me})
         share = torch.from_numpy(self._validation[peers.index(me) :: len(peers)].copy())
         losses = await self._losses(share, entered)
@@ -328,7 +353,8 @@ class BatchLauncher:
                     optimizer_step=step,
                     samples=samples,
                     held_out=len(self._validation),
-                    loss_sum=loss_sum,
+                    # Divided by the number of samples, that of all shares is a mean over the targets of all.
+                    loss_sum=loss_sum * (len(self._validation) / weight_of(self._validation, self._manifest.data)),
                 )
             )
         self._context.changed.notify()
@@ -352,3 +378,8 @@ class BatchLauncher:
             for tokens_BS in torch.split(share, self._size) if len(share) else ():
                 tasks.start_soon(evaluate, tokens_BS)
         return losses
+
+
+def _weights_of(entered: ReplicaRound) -> tuple[int, int]:
+    """The timeline and the optimizer step of the weights that a round begins with."""
+    return entered.step.timeline.first_round, entered.step.optimizer_step

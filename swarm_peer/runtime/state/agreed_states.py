@@ -102,6 +102,9 @@ class StageSources:
         donors: ids of the stage-mates
         newest_log: the stage's log as it is known now, which goes on while a state is downloaded
         num_slices: of the data, at stage 0; None at others
+
+    Attributes:
+        bytes_per_s: speed of the last download of a state; 0 if there was none
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class StageSources:
         newest_log: Callable[[], Log | None],
         num_slices: int | None,
     ):
+        self.bytes_per_s = 0.0
         self._context = context
         self._transport = transport
         self._trainer = trainer
@@ -163,8 +167,15 @@ class StageSources:
 
     async def _fetch(self, take: Callable[[StageState], Awaitable[None]]) -> None:
         call = StateIndexCall(manifest=self._context.resolved.hash, of_stage=self._stage)
-        max_bytes = max_state_bytes(self._context.resolved, self._stage)
-        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take)
+        max_bytes, began_s = max_state_bytes(self._context.resolved, self._stage), self._context.clock.monotonic_s()
+
+        async def take_timed(state: StageState) -> None:
+            seconds = self._context.clock.monotonic_s() - began_s
+            num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+            self.bytes_per_s = num_bytes / max(seconds, 1e-3)
+            await take(state)
+
+        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed)
 
     async def _take(self, state: StageState) -> Taken:
         """Take a state over, if it is what an entry says.

@@ -60,14 +60,14 @@ class RoundDriver:
         sources: Sources,
         changed: Condition,
         ended: Callable[[Committed], None] = lambda committed: None,
-        last_step: int | None = None,
+        lost: Callable[[list[Contribution]], None] = lambda lost: None,
     ):
         """Make a driver that has done nothing.
 
         Args:
             changed: notified whenever the core may ask for something else
             ended: told of each entry that was applied
-            last_step: the run's last optimizer step; None if it has none
+            lost: given the list of contributions that no entry holds, to be told of and emptied
         """
         self.gradients = NamedGradients()
         self.updates: dict[str, list[Tensor]] = {}
@@ -79,7 +79,7 @@ class RoundDriver:
         self._sources = sources
         self._changed = changed
         self._ended = ended
-        self._last_step = last_step
+        self._lost = lost
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
         # Of cuts, by their hashes, with their rounds: one of them becomes an entry.
@@ -102,6 +102,12 @@ class RoundDriver:
         """The core's part of this seat; None while it has no place in the stage."""
         return self._agreement.core.members.get(self._stage)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the weights have had all updates of the run."""
+        member = self.member
+        return member is not None and member.work.is_over(member.log) and self._weights[1] == member.log.head
+
     async def run(self) -> None:
         """Do what the core asks for, until cancelled."""
         async with anyio.create_task_group() as self._tasks:
@@ -110,6 +116,7 @@ class RoundDriver:
                 async with self._working:
                     if (step := self._next()) is not None:
                         await self._try(step)
+                        self._tell_lost()
                     self._agreement.look()
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
@@ -154,7 +161,7 @@ class RoundDriver:
         working = member.working
         if self._is_leaving or working is None:
             return None
-        if self._has_all(member):
+        if member.work.is_over(member.log):
             # Nothing is trained any more, but the last weights are validated, and given to others.
             return (
                 (member.work.begins_with_head(member.log.next_round), 0)
@@ -163,10 +170,6 @@ class RoundDriver:
             )
         return (working.number, working.voids) if member.known_base(working.number) == self._weights[1] else None
 
-    def _has_all(self, member: Member) -> bool:
-        """Whether the log has all updates of the run."""
-        return self._last_step is not None and member.log.optimizer_step >= self._last_step
-
     def _member(self) -> Member:
         member = self.member
         assert member is not None, "nothing is done without a place"
@@ -174,8 +177,15 @@ class RoundDriver:
 
     # --- from one entry to the next
 
+    def _tell_lost(self) -> None:
+        if self._served is not None and self._served.work.lost and not self._is_leaving:
+            self._lost(self._served.work.lost)
+
     async def _leave_place(self) -> None:
         self._shut()
+        if (former := self._served) is not None:
+            former.work.give_up(former.log.next_round)
+            self._tell_lost()
         self._served = None
 
     async def _begin(self) -> None:
@@ -218,7 +228,7 @@ class RoundDriver:
             number += 1
         bases = (member.known_base(each) for each in range(number, member.log.next_round - 1, -1))
         due = next((base for base in bases if base is not None), None)
-        due = member.log.head if self._has_all(member) else due
+        due = member.log.head if member.work.is_over(member.log) else due
         rounds = {head: begun for begun, head in member.log.heads().items()}
         if due is None or self._weights[1] not in rounds or rounds[self._weights[1]] >= rounds[due]:
             return None

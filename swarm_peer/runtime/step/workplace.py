@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor, empty_like, zeros_like
 
+from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import UpdateRecord
@@ -29,13 +30,18 @@ def timeline_of(restart: Restart) -> Timeline:
 
 
 class StageWorkplace:
-    """A `Workplace` of one replica. Belongs to the event loop's thread."""
+    """A `Workplace` of one replica. Belongs to the event loop's thread.
+
+    Attributes:
+        result: how the last update went; None before the first
+    """
 
     def __init__(self, *, context: PeerContext, core: ReplicaCore, updates: UpdateRecord):
         self._context = context
         self._core = core
         self._trainer = core.trainer
         self._updates = updates
+        self.result: StepResult | None = None
 
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
@@ -106,8 +112,8 @@ class StageWorkplace:
 
     async def apply(self, averages: Sequence[Tensor]) -> None:
         """Update the weights; with no averages, as a round ends that has none."""
-        result = await self._in_device_thread(partial(self._trainer.apply, averages))
-        self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=result.skipped)
+        self.result = await self._in_device_thread(partial(self._trainer.apply, averages))
+        self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=self.result.skipped)
 
     async def root(self) -> str:
         """The root of the state."""
