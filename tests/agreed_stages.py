@@ -1,0 +1,414 @@
+"""Peers with real stages, whose rounds are agreed, over a network without wires."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import torch
+from agreeing import quickly, until
+from made_up_slices import FakeReader
+from tiny_models import LENGTH, LLAMA, VOCABULARY
+
+from coordinator.run.baseline import ReplicatedBaseline
+from swarm_peer.config import RunManifest
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import shared_entries
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
+from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.trouble import UpdateRecord
+from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
+from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
+from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.stage.stage_client import StageClient
+from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state import agreed_joining
+from swarm_peer.runtime.state.agreed_joining import join
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.step import driver as driver_module
+from swarm_peer.runtime.step.averaging import GradientAverager
+from swarm_peer.runtime.step.cut_averager import CutAverager
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.giving import Giving
+from swarm_peer.runtime.step.workplace import StageWorkplace
+from swarm_peer.wire.identity import Identity
+
+BATCH = 6
+LENGTHS = (40, 1, 25, 30)
+
+
+def quick_stages(monkeypatch):
+    """Nobody waits for long."""
+    quickly(monkeypatch)
+    monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 0.02)
+    monkeypatch.setattr(agreed_joining, "PAUSE_S", 0.05)
+
+
+def resolved_of(optimizer="sgd", **sections):
+    training = {"steps": 1000, "global_batch_size": BATCH, "microbatch_size": 1, "validation_every": 0}
+    return ResolvedManifest.of(
+        RunManifest.model_validate(
+            {
+                "name": "test",
+                "model": {"config": LLAMA},
+                "stages": {"count": 2},
+                "data": {"sequence_length": LENGTH},
+                "training": training | sections.pop("training", {}),
+                "optimizer": {"name": optimizer, "learning_rate": 0.05},
+                "averaging": {"compare_weights_every": 2} | sections.pop("averaging", {}),
+            }
+            | sections
+        )
+    )
+
+
+def tokens_of(sample):
+    generator = torch.Generator().manual_seed(hash(tuple(sample)) % 2**31)
+    return torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
+
+
+VALIDATION = np.concatenate([tokens_of((9, 9, number)).numpy() for number in range(4)]).astype(np.int32)
+
+
+def microbatch(first, second, sample):
+    """Forward and backward of one sample through two stages."""
+    tokens = tokens_of(sample)
+    lower = first.forward(tokens)
+    upper = second.forward(tokens, lower.output)
+    first.backward(lower, second.backward(upper))
+
+
+class Slices(FakeReader):
+    """Slices whose windows hold tokens."""
+
+    def windows(self, slice_id):
+        for window in range(self.lengths[slice_id.slice_index]):
+            yield tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+
+
+async def is_member(peer_id):
+    return True
+
+
+class NoCounts:
+    """No counts travel with microbatches."""
+
+    def __init__(self, peer_id):
+        self.author = Life(peer_id, 1)
+
+    def signed_counts(self, max_bytes):
+        return ()
+
+    def merge(self, counts):
+        pass
+
+
+class RecordingTrainer(StageTrainer):
+    """A trainer that knows the tokens of the microbatches in its accumulator."""
+
+    def __init__(self, *args, **options):
+        self.held = []
+        super().__init__(*args, **options)
+
+    def forward(self, tokens_BS, hidden_BTD=None):
+        made = super().forward(tokens_BS, hidden_BTD)
+        made.tokens = tokens_BS
+        return made
+
+    def backward(self, forward_pass, grad_BTD=None, *, counts=True):
+        result = super().backward(forward_pass, grad_BTD, counts=counts)
+        if counts:
+            self.held.append(forward_pass.tokens.to(torch.int32).numpy().tobytes())
+        return result
+
+    def discard_gradients(self):
+        self.held = []
+        return super().discard_gradients()
+
+
+class RecordingWorkplace(StageWorkplace):
+    """A workplace that notes which microbatches were computed in which round."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.computed = {}
+
+    async def contribution(self, number):
+        assert number not in self.computed, "each round ends once"
+        self.computed[number] = list(self._trainer.held)
+        return await super().contribution(number)
+
+
+class Rig:
+    """One peer with a real stage."""
+
+    def __init__(self, peer, stage, resolved, rigs):
+        self.peer, self.stage, self.rigs = peer, stage, rigs
+        context = peer.context
+        self.trainer = RecordingTrainer(resolved, resolved.specs[stage], agreed=True)
+        self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
+        self.rounds = RoundBook(context.changed)
+        agreed, progress = AgreedWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
+        capacity, speed = Capacity(8), SpeedMeter(context.metrics)
+        client = None
+        if stage == 0:
+            client = StageClient(
+                context=context, stage=1, transport=peer.transport, progress=progress, view=self.view, agreed=agreed
+            )
+        executor = StageExecutor(
+            context=context,
+            trainer=self.trainer,
+            device_thread=self.thread,
+            speed=speed,
+            next_stage=client,
+            capacity=capacity,
+            replies_kept=8,
+            agreed=agreed,
+        )
+        core = ReplicaCore(
+            trainer=self.trainer,
+            capacity=capacity,
+            device_thread=self.thread,
+            speed=speed,
+            rounds=self.rounds,
+            admission=RoundAdmission(capacity=None, rounds=self.rounds, changed=context.changed),
+            executor=executor,
+            time=None,
+        )
+        server = StageServer(
+            context=context, core=core, progress=progress, view=self.view, serves=lambda *_: True, agreed=agreed
+        )
+        shapes = [parameter.shape for parameter in self.trainer.trained.values()]
+        averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=peer.transport)
+        self.ended = []
+        self.workplace = RecordingWorkplace(context=context, core=core, updates=UpdateRecord())
+        self.sources = StageSources(
+            context=context,
+            transport=peer.transport,
+            trainer=self.trainer,
+            core=core,
+            donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
+            newest_log=self.newest_log,
+            num_slices=len(LENGTHS) if stage == 0 else None,
+        )
+        self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
+        snapshots = SnapshotStore(
+            clock=context.clock, threads=context.threads, storage=context.storage, is_member=is_member
+        )
+        snapshots.sources[stage] = self.state_server
+        peer.calls.add(None, peer.agreement.calls | snapshots.calls)
+        self.driver = RoundDriver(
+            agreement=peer.agreement,
+            stage=stage,
+            workplace=self.workplace,
+            averager=CutAverager(averager),
+            sources=self.sources,
+            changed=context.changed,
+            ended=self.ended.append,
+        )
+        giving = Giving(
+            context=context,
+            agreement=peer.agreement,
+            transport=peer.transport,
+            driver=self.driver,
+            stage=stage,
+            shapes=shapes,
+        )
+        peer.calls.add(stage, server.calls | averager.calls | giving.calls)
+        self.giving, self.admission = giving, core.admission
+        self.pool = SamplePool(context=context, reader=Slices(*LENGTHS))
+        slices = GrantedSlices(pool=self.pool, member=lambda: self.driver.member, num_readers=lambda: 2)
+        self.launcher = BatchLauncher(
+            context=context,
+            core=core,
+            slices=slices,
+            member=lambda: self.driver.member,
+            view=self.view,
+            validation=VALIDATION,
+            look=peer.agreement.look,
+        )
+
+    def _mates(self):
+        mates = (rig for rig in self.rigs.values() if rig is not self and rig.stage == self.stage)
+        return [rig for rig in mates if rig.driver.member is not None]
+
+    def newest_log(self):
+        member = self.driver.member
+        return member.log if member is not None else self.peer.core.told.get(self.stage)
+
+    def kept(self, round_number):
+        for committed in self.driver.member.log.since(round_number)[:1]:
+            if (found := self.driver.updates.get(committed.entry.hash)) is not None:
+                return committed.entry.hash, found
+        return None
+
+    def view(self):
+        """All that have a place, as they announce themselves."""
+        found = (
+            PeerView(
+                peer_id=peer_id,
+                stage=rig.stage,
+                state=PeerState.SERVING,
+                samples_per_s=1.0,
+                work_per_s=1.0,
+                round_number=rig.rounds.step.round_number,
+            )
+            for peer_id, rig in self.rigs.items()
+            if rig.driver.member is not None
+        )
+        return SwarmView(2, tuple(found))
+
+    def has_validated(self, optimizer_step):
+        """Whether it has computed its share of a validation loss."""
+        return any(each.optimizer_step == optimizer_step for each in self.launcher.validations)
+
+    async def run(self):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.driver.run)
+            tasks.start_soon(self.state_server.run)
+            tasks.start_soon(join, self.peer.agreement, self.stage, self.sources)
+            if self.stage == 0:
+                tasks.start_soon(self.pool.run)
+                tasks.start_soon(self.launcher.run)
+
+    async def leave(self):
+        """Give what it has computed to a stage-mate, and give up the place."""
+        self.admission.leave()
+        self.launcher.stop()
+        held = await self.driver.leave()
+        num_given = await self.giving.give(held, [rig.peer.identity.peer_id for rig in self._mates()], enough=1)
+        self.peer.core.membership.desired = frozenset()
+        self.peer.agreement.look()
+        return num_given
+
+
+class Hall:
+    """Peers of two stages."""
+
+    def __init__(self, resolved):
+        self.resolved = resolved
+        self.rigs = {}
+        self.all_rigs = []
+
+    async def work(self, own, others):
+        if not (stages := own.core.membership.desired - {-1}):
+            return
+        (stage,) = stages
+        rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.resolved, self.rigs)
+        self.all_rigs.append(rig)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rig.run)
+                await anyio.sleep_forever()
+        finally:
+            rig.thread.stop()
+
+    def cuts(self, stage=0):
+        """The cuts of a stage, by round."""
+        found = {}
+        for rig in self.all_rigs:
+            for committed in rig.ended if rig.stage == stage else ():
+                found.setdefault(committed.entry.cut.round, committed.entry.cut)
+        return [found[number] for number in sorted(found)]
+
+    def one_process(self, num_rounds):
+        """The weights of both stages that one process has after so many rounds of the same samples."""
+        trainers = [StageTrainer(self.resolved, spec) for spec in self.resolved.specs]
+        for cut in self.cuts()[:num_rounds]:
+            for item in cut.samples:
+                for window in range(item.start, item.end):
+                    microbatch(*trainers, SampleId(*item.slice_id, window))
+            for trainer in trainers:
+                trainer.apply(trainer.mean_gradients())
+        return [trainer.state() for trainer in trainers]
+
+    def replicas(self, num_rounds):
+        """The shared state of both stages by optimizer step, as replicas in one process make it."""
+        stages = [[rig for rig in self.all_rigs if rig.stage == stage] for stage in (0, 1)]
+        reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages], agreed=True)
+        found = {}
+
+        def note():
+            states = [shared_entries(replicas[0].state()) for replicas in reference.stages]
+            found[reference.stages[0][0].optimizer_step] = states
+
+        for number in range(num_rounds):
+            computed = [[rig.workplace.computed.get(number, []) for rig in rigs] for rigs in stages]
+            batch, other = (sorted(each for held in by_rig for each in held) for by_rig in computed)
+            assert batch == other, f"both stages have computed the same in round {number}, each sample once"
+            orders = [[[batch.index(each) for each in held] for held in by_rig] for by_rig in computed]
+            tokens = [torch.frombuffer(bytearray(each), dtype=torch.int32).view(1, -1) for each in batch]
+            reference.train_step(tokens, orders)
+            note()
+        for rounds in reference._rounds:
+            rounds._update()  # where updates are delayed, the last one has yet to come
+        note()
+        return found
+
+    def mate_of(self, rig):
+        """The other peer of its stage."""
+        return next(other for other in self.rigs.values() if other is not rig and other.stage == rig.stage)
+
+    def validation_loss(self, first, second):
+        """The mean loss of the held-out samples with two rigs' weights."""
+        tokens = torch.from_numpy(VALIDATION)
+        return float(second.trainer.evaluate(tokens, first.trainer.evaluate(tokens)).mean())
+
+    def check_counts(self, period=1):
+        """All that was computed has counted, once."""
+        for stage in (0, 1):
+            for cut in self.cuts(stage):
+                rounds = range(cut.round + 1 - period, cut.round + 1)
+                rigs = [rig for rig in self.all_rigs if rig.stage == stage]
+                made = sum(len(rig.workplace.computed.get(number, ())) for rig in rigs for number in rounds)
+                assert sum(each.weight for each in cut.brings) == (made if cut.averages else 0), (stage, cut)
+
+    async def check_replicas(self, start, period=1, atol=1e-5):
+        """All have the shared state that replicas in one process make of the same microbatches."""
+        self.check_counts(period)
+        assert any(len(cut.seats) == 2 for cut in self.cuts())
+        expected = self.replicas(len(self.cuts()))
+        for rig in list(self.rigs.values()):
+            await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
+            state, step = shared_entries(rig.trainer.state()), rig.trainer.optimizer_step
+            assert step >= start
+            if step not in expected:  # meanwhile more rounds have ended
+                expected = self.replicas(len(self.cuts()))
+            assert state.keys() == expected[step][rig.stage].keys()
+            for name, value in expected[step][rig.stage].items():
+                torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
+
+    async def check(self, start, atol=1e-5):
+        """All have the weights that one process makes of the samples that have counted."""
+        assert any(len(cut.seats) == 2 for cut in self.cuts())
+        counted = [each for cut in self.cuts() for each in cut.samples]
+        assert num_windows(merge_ranges(counted)) == num_windows(counted), "nothing counts twice"
+        for rig in list(self.rigs.values()):
+            await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
+            state, num_rounds = rig.trainer.state(), rig.trainer.optimizer_step
+            assert num_rounds >= start
+            expected = self.one_process(num_rounds)[rig.stage]
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
+
+
+async def two_of_each(some):
+    """Two peers of each of two stages, at work."""
+    first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(first, lambda peer: peer.core.membership.stages != frozenset())
+    more = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(more, lambda peer: peer.core.membership.stages != frozenset(), 60)
+    return first, more
+
+
+def has_come_to(stage, round_number, peer):
+    return stage in peer.core.members and peer.log(stage).next_round >= round_number
