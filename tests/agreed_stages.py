@@ -40,6 +40,7 @@ from swarm_peer.runtime.step.cut_averager import CutAverager
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.workplace import StageWorkplace
+from swarm_peer.token_marks import NOT_LEARNT, num_targets
 from swarm_peer.wire.identity import Identity
 
 BATCH = 6
@@ -88,11 +89,16 @@ def microbatch(first, second, sample):
 
 
 class Slices(FakeReader):
-    """Slices whose windows hold tokens."""
+    """Slices whose windows hold tokens; where samples have targets, of some not even one."""
+
+    has_targets = False
 
     def windows(self, slice_id):
         for window in range(self.lengths[slice_id.slice_index]):
-            yield tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+            tokens = tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+            if self.has_targets:
+                tokens[: 1 + 5 * window % (LENGTH + 1)] |= NOT_LEARNT
+            yield tokens
 
 
 async def is_member(peer_id):
@@ -225,7 +231,9 @@ class Rig:
         )
         peer.calls.add(stage, server.calls | averager.calls | giving.calls)
         self.giving, self.admission = giving, core.admission
-        self.pool = SamplePool(context=context, reader=Slices(*LENGTHS))
+        reader = Slices(*LENGTHS)
+        reader.has_targets = resolved.manifest.data.has_targets
+        self.pool = SamplePool(context=context, reader=reader)
         slices = GrantedSlices(pool=self.pool, member=lambda: self.driver.member, num_readers=lambda: 2)
         self.launcher = BatchLauncher(
             context=context,
@@ -363,13 +371,19 @@ class Hall:
         tokens = torch.from_numpy(VALIDATION)
         return float(second.trainer.evaluate(tokens, first.trainer.evaluate(tokens)).mean())
 
+    def weight(self, held):
+        """The weight of a microbatch that was computed."""
+        tokens = np.frombuffer(held, np.int32)
+        return num_targets(tokens) if self.resolved.manifest.data.has_targets else 1
+
     def check_counts(self, period=1):
         """All that was computed has counted, once."""
         for stage in (0, 1):
             for cut in self.cuts(stage):
                 rounds = range(cut.round + 1 - period, cut.round + 1)
                 rigs = [rig for rig in self.all_rigs if rig.stage == stage]
-                made = sum(len(rig.workplace.computed.get(number, ())) for rig in rigs for number in rounds)
+                held = [each for rig in rigs for number in rounds for each in rig.workplace.computed.get(number, ())]
+                made = sum(self.weight(each) for each in held)
                 assert sum(each.weight for each in cut.brings) == (made if cut.averages else 0), (stage, cut)
 
     async def check_replicas(self, start, period=1, atol=1e-5):

@@ -481,8 +481,8 @@ class Member:
         present = self.work.open.get(self.log.next_round)
         cut, statement = (None, None) if present is None else (present.answer.cut, present.answer.said)
         said = () if cut is None or statement is None else ((cut, statement),)
-        newest = self.log.committed[-TOLD_ENTRIES:]
-        return Status(self.stage, newest, self.state, tuple(self.closes.values()), said, self.reads)
+        newest, closes = self.log.committed[-TOLD_ENTRIES:], tuple(self.closes.values())
+        return Status(self.stage, newest, self.state, closes, said, self.work.undecided(self.reads))
 
     @property
     def waits_for(self) -> object:

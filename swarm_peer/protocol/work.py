@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from swarm_peer.policy.data.ranges import WindowRange, merge_ranges
+from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange, merge_ranges
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
     Base,
@@ -208,12 +208,18 @@ class Work:
         """This seat's contribution of a round, and of those before it that had no average."""
         made = self.open[number].computed if number in self.open else Computed()
         weight = self._carried.weight + made.weight
-        samples = merge_ranges([*self._carried.samples, *made.samples])
+        # With more of them, no cut would hold it. The samples of the others are read again.
+        samples = merge_ranges([*self._carried.samples, *made.samples])[:MAX_RANGES]
         if not weight and not samples:
             return None
         # In the middle of a period, the entry that will hold it is of other heads.
         base = made.base if self._context.averages(number) else ()
         return Contribution(Name(self._me, self.decided_in(number)), weight, samples, base)
+
+    def undecided(self, reads: Iterable[SliceId]) -> tuple[SliceId, ...]:
+        """The slices that this seat reads, and those of which it brings something that no entry holds yet."""
+        brought = (item for guest in self.guests.values() for item in guest.samples)
+        return tuple(sorted({*reads, *(item.slice_id for item in (*self._carried.samples, *brought))}))
 
     def brings(self, number: int) -> tuple[Contribution, ...]:
         """All contributions that this seat can bring to the average of a round."""
@@ -274,5 +280,8 @@ class Work:
             self._carried = Computed()
         self.open = {}
         if log is not None:
+            # Nobody knows the heads that these were computed from: they may be none of this log.
+            for name in [name for name, guest in self.guests.items() if not guest.base]:
+                self.lost.append(self.guests.pop(name))
             held = {each for committed in log.committed for each in committed.entry.cut.brings}
             self.lost = [each for each in self.lost if each not in held]

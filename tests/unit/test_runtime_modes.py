@@ -8,6 +8,7 @@ import anyio
 import pytest
 from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
+from tiny_models import LENGTH
 
 from swarm_peer.wire.identity import Identity
 
@@ -22,12 +23,32 @@ def quick(monkeypatch):
     quick_stages(monkeypatch)
 
 
-def hall_of(averaging, **training):
-    return Hall(resolved_of(averaging=averaging, training=training, recovery={"snapshot_every": 0}))
+def hall_of(averaging, data=None, **training):
+    sections = {"averaging": averaging, "training": training, "recovery": {"snapshot_every": 0}}
+    return Hall(resolved_of(**sections, **({"data": data} if data else {})))
 
 
 def period_of(averaging):
     return averaging.get("inner_steps", 1)
+
+
+RECORDS = {"dataset": "json", "files": ["of-a-test.jsonl"], "format": "prompt_completion", "sequence_length": LENGTH}
+
+
+@pytest.mark.parametrize("averaging", [{}, PERIODIC], ids=["synchronous", "periodic"])
+def test_averages_are_weighted_by_targets(averaging):
+    async def run():
+        hall = hall_of(averaging, data=RECORDS)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            start = first[0].log(0).next_round
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, start + 2 * PERIOD), 60)
+            weights = {each.weight for cut in hall.cuts(1) for each in cut.brings}
+            assert max(weights) > LENGTH
+            await hall.check_replicas(start, period_of(averaging))
+
+    anyio.run(run)
 
 
 @pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
