@@ -10,6 +10,8 @@ from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_
 from agreeing import swarm, until
 from tiny_models import LENGTH
 
+from swarm_peer.protocol.log import Log
+from swarm_peer.runtime.state.agreed_states import root_of
 from swarm_peer.wire.identity import Identity
 
 PERIOD = 4
@@ -124,6 +126,29 @@ def test_a_newcomer_in_the_middle_of_a_period_begins_with_the_outer_weights():
                 await until([first[each]], partial(has_come_to, each, start + 16), 60)
             await until([newcomer], partial(has_come_to, 1, start + 16), 60)
             await hall.check_replicas(start, 8)
+
+    anyio.run(run)
+
+
+def test_work_on_a_log_that_another_takes_the_place_of_is_given_up():
+    async def run():
+        hall = hall_of(PERIODIC)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            rig, member = hall.rigs[more[1].identity.peer_id], more[1].stage(1)
+            strategy = rig.trainer.strategy
+            await until([more[1]], lambda peer: strategy._weight and is_at_work(1, PERIOD, peer), 60)
+            member._replace_log(Log(1, member.log.restart, member.log.committed))
+            more[1].changed.notify()
+            await until([more[1]], lambda _: rig.driver._log is member.log, 60)
+            assert strategy._weight == 0
+            assert [each for each in member.work.lost if each.weight]
+            until_round = member.log.next_round + 2 * PERIOD
+            for peer in (first[1], more[1]):
+                await until([peer], partial(has_come_to, 1, until_round), 60)
+            mate = hall.rigs[first[1].identity.peer_id]
+            await until([more[1]], lambda _: rig.driver._weights == mate.driver._weights, 60)
+            assert root_of(rig.trainer.state()) == root_of(mate.trainer.state())
 
     anyio.run(run)
 
