@@ -215,11 +215,12 @@ class RoundDriver:
         """Give up what was computed on a log that another one has taken the place of."""
         member = self._member()
         self._shut()
-        self._log = member.log
+        log = member.log
         for name in self.gradients.names:
             if name.seat == member.me:
                 self.gradients.drop(name)
         await self._workplace.give_up()
+        self._log = log
 
     def _due(self, member: Member) -> Committed | None:
         """The entry whose update the weights should have next; None if the round that goes on begins with these."""
