@@ -24,8 +24,8 @@ from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.index import StageState, extend_history
-from swarm_peer.runtime.state.snapshot_store import StoredState, make_stored
 from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.ledger_codec import read_ledger
 from swarm_peer.wire.messages import StateIndexCall
