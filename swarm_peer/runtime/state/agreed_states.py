@@ -6,6 +6,7 @@ digest (docs/protocol.md, 'Coming, moving, going').
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.index import StageState, extend_history
+from swarm_peer.runtime.state.index import StageState, as_bytes, extend_history
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.runtime.state.transfer import fetch_state
@@ -80,9 +81,19 @@ class Taken:
     ledger: Ledger | None
 
 
-def root_of(state: Mapping[str, Tensor]) -> str:
-    """The root of a stage's state: a digest of all that the next steps depend on."""
-    return extend_history("", (state[name] for name in sorted(state)))
+def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
+    """The root of a stage's state: a digest of all that the next steps depend on.
+
+    Args:
+        ledger: as states carry it; empty at other stages than 0
+    """
+    digest = hashlib.sha256(ledger)
+    for name in sorted(state):
+        tensor = state[name]
+        # The same bytes under other names, or cut otherwise, are another state.
+        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(as_bytes(tensor))
+    return digest.hexdigest()[:32]
 
 
 def digest_of(averages: Sequence[Tensor]) -> str:
@@ -175,7 +186,7 @@ class StageSources:
         root = following[0].entry.cut.root if following else ""
         if not root and not known.is_empty:
             raise InvalidMessage("no entry names the root of this state yet")
-        if root and root != await self._context.threads.run(root_of, dict(state.tensors)):
+        if root and root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
         step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round
@@ -198,7 +209,7 @@ class StageSources:
         adopted: list[bool] = []
 
         async def take(state: StageState) -> None:
-            if await self._context.threads.run(root_of, dict(state.tensors)) != root:
+            if await self._context.threads.run(root_of, dict(state.tensors), state.ledger) != root:
                 raise InvalidMessage("a state of another root than the one that is asked for")
             own = await self._core.device_thread.run(Priority.STEP, self._trainer.state)
             is_close = await self._context.threads.run(_are_close, state.tensors, own)

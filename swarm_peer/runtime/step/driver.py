@@ -25,6 +25,7 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.state.agreed_states import Taken
 from swarm_peer.runtime.step.named_gradients import NamedGradients
+from swarm_peer.wire.ledger_codec import encode_ledger
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class SeatWeights:
     entry: str
     round: int
     ledger: Ledger | None
+
+    @property
+    def encoded_ledger(self) -> bytes:
+        """The ledger as states carry it."""
+        return b"" if self.ledger is None else encode_ledger(self.ledger)
 
 
 class Averager(Protocol):
@@ -98,8 +104,8 @@ class Workplace(Protocol):
     async def apply(self, averages: Sequence[Tensor]) -> None:
         """Update the weights; with no averages, as a round ends that has none."""
 
-    async def root(self) -> str:
-        """The root of the state."""
+    async def root(self, standing: SeatWeights) -> str:
+        """The root of the state, whose weights are these."""
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
@@ -433,8 +439,8 @@ class RoundDriver:
 
     async def _tell_root(self) -> None:
         member = self._member()
-        state = member.state
-        member.rooted(state, await self._workplace.root())
+        standing = self._seat_weights(member)
+        member.rooted(standing.entry, await self._workplace.root(standing))
 
     async def _adopt(self) -> None:
         member = self._member()

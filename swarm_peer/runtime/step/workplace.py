@@ -16,9 +16,9 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.agreed_states import digest_of, root_of
+from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.step.contribution import contributions
 from swarm_peer.runtime.step.driver import SeatWeights
-from swarm_peer.wire.ledger_codec import encode_ledger
 
 Result = TypeVar("Result")
 
@@ -29,13 +29,25 @@ def timeline_of(restart: Restart) -> Timeline:
 
 
 class StageWorkplace:
-    """A `Workplace` of one replica. Belongs to the event loop's thread."""
+    """A `Workplace` of one replica. Belongs to the event loop's thread.
 
-    def __init__(self, *, context: PeerContext, core: ReplicaCore, updates: UpdateRecord):
+    Args:
+        copied: told of each state whose root is asked for, with the root
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        core: ReplicaCore,
+        updates: UpdateRecord,
+        copied: Callable[[StageState, str], None] = lambda state, root: None,
+    ):
         self._context = context
         self._core = core
         self._trainer = core.trainer
         self._updates = updates
+        self._copied = copied
 
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
@@ -44,7 +56,7 @@ class StageWorkplace:
             round_number=number,
             timeline=timeline_of(standing.restart),
             history_hash=standing.entry,
-            ledger=b"" if standing.ledger is None else encode_ledger(standing.ledger),
+            ledger=standing.encoded_ledger,
             weights_version=self._trainer.weights_version,
             began_s=self._context.clock.monotonic_s(),
         )
@@ -84,10 +96,13 @@ class StageWorkplace:
         result = await self._in_device_thread(partial(self._trainer.apply, averages))
         self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=result.skipped)
 
-    async def root(self) -> str:
-        """The root of the state."""
-        state = await self._in_device_thread(self._trainer.state)
-        return await self._context.threads.run(root_of, state)
+    async def root(self, standing: SeatWeights) -> str:
+        """The root of the state, whose weights are these."""
+        tensors = await self._in_device_thread(self._trainer.state)
+        timeline, ledger = timeline_of(standing.restart), standing.encoded_ledger
+        root = await self._context.threads.run(root_of, tensors, ledger)
+        self._copied(StageState(standing.round, standing.entry, tensors, timeline, ledger), root)
+        return root
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
