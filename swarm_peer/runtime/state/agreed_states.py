@@ -6,7 +6,6 @@ digest (docs/protocol.md, 'Coming, moving, going').
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,10 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.index import StageState, as_bytes, extend_history
+from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.named_snapshots import NamedState
+from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.runtime.state.transfer import fetch_state
@@ -81,32 +83,13 @@ class Taken:
     ledger: Ledger | None
 
 
-def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
-    """The root of a stage's state: a digest of all that the next steps depend on.
-
-    Args:
-        ledger: as states carry it; empty at other stages than 0
-    """
-    digest = hashlib.sha256(ledger)
-    for name in sorted(state):
-        tensor = state[name]
-        # The same bytes under other names, or cut otherwise, are another state.
-        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-        digest.update(as_bytes(tensor))
-    return digest.hexdigest()[:32]
-
-
-def digest_of(averages: Sequence[Tensor]) -> str:
-    """A digest of an update, as entries name it."""
-    return extend_history("", averages)
-
-
 class StageSources:
     """Takes over what one seat lacks: see `Sources`. Belongs to the event loop's thread.
 
     Args:
         donors: ids of the stage-mates
         newest_log: the stage's log as it is known now, which goes on while a state is downloaded
+        snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
     """
 
@@ -120,6 +103,7 @@ class StageSources:
         donors: Callable[[], Sequence[str]],
         newest_log: Callable[[], Log | None],
         num_slices: int | None,
+        snapshots: SnapshotTaker,
     ):
         self._context = context
         self._transport = transport
@@ -129,6 +113,7 @@ class StageSources:
         self._donors = donors
         self._newest_log = newest_log
         self._num_slices = num_slices
+        self._snapshots = snapshots
         self._rng = context.random.stream("states")
 
     async def update(self, committed: Committed) -> list[Tensor]:
@@ -231,8 +216,16 @@ class StageSources:
         Raises:
             CallError: the run begins with a snapshot, which nobody gives
         """
+        ledger: list[Ledger] = []
+
+        async def take(named: NamedState) -> None:
+            if self._num_slices is not None:
+                ledger[:] = [read_ledger(named.state.ledger, self._num_slices)]
+            await self._load(named.state, restart.optimizer_step)
+
         if restart.entries:
-            raise NotServing("snapshots are not taken over yet")
+            await self._snapshots.take(self._stage, restart.entries[self._stage], restart.optimizer_step, take)
+            return ledger[0] if ledger else None
         await self._core.device_thread.run(Priority.STEP, self._trainer.restart)
         return Ledger(self._num_slices) if self._num_slices is not None else None
 

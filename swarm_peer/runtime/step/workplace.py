@@ -15,8 +15,8 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.agreed_states import digest_of, root_of
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.step.contribution import contributions
 from swarm_peer.runtime.step.driver import SeatWeights
 
