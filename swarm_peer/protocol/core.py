@@ -166,13 +166,15 @@ class Core:
     Attributes:
         membership: who is in the run
         members: this peer's parts in the stages that it serves
-        told: the newest log of each stage that this peer wants to serve and has no place in, as somebody there has it
+        preparing: stages whose state this peer takes over, for a place that it will wish for later
+        told: the newest log of each stage that it wants to serve and has no place in, as somebody there has it
         leaders: its parts in those that it leads
     """
 
     def __init__(self, *, membership: Membership, context: RoundContext):
         self.membership = membership
         self.members: dict[int, Member] = {}
+        self.preparing: frozenset[int] = frozenset()
         self.told: dict[int, Log] = {}
         self._context = context
         self.leaders: dict[int, Leader] = {}
@@ -200,6 +202,11 @@ class Core:
         self.membership.learn(epochs)
         self._drop_void_states()
         self._follow_epoch()
+
+    def forget_prepared(self, stage: int) -> None:
+        """Note that the state of a stage that had been taken over is gone."""
+        self._prepared.pop(stage, None)
+        self.membership.prepared -= {stage}
 
     @property
     def epoch(self) -> Epoch:
@@ -351,7 +358,7 @@ class Core:
         self, now_s: float, sender: Seat, stage: int, body: Begin | Cutting | Commit | Entries
     ) -> Iterable[Body]:
         member = self.members.get(stage)
-        if member is None and isinstance(body, Entries) and stage in self.membership.desired:
+        if member is None and isinstance(body, Entries) and stage in self.membership.desired | self.preparing:
             self._note_told(stage, body)
         if member is None or sender != self.epoch.leader(stage) or sender == self.membership.me:
             return []

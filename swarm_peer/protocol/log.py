@@ -235,6 +235,7 @@ class Done(Statement):
         voids: how often it has given up what it had, since that was computed from other heads
         base: the heads of all stages that these were computed from
         receipts: the newest of each seat of stage 1
+        weight, loss_sum: of these samples, for people to see
     """
 
     round: int
@@ -242,6 +243,8 @@ class Done(Statement):
     samples: int
     base: Base
     receipts: tuple[Signed[Receipt], ...] = ()
+    weight: int = 0
+    loss_sum: float = 0.0
 
     @property
     def age(self) -> tuple[int, EpochId, int, int]:

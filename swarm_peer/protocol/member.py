@@ -459,8 +459,8 @@ class Member:
     def _counted(self, working: OpenRound, epoch: Epoch) -> Counted:
         made, number = working.computed, working.number
         receipts = tuple(receipt for _, receipt in sorted(made.receipts.items()))
-        samples = num_windows(made.samples)
-        done = Done(self.me, epoch.id, number, working.voids, samples, made.base, receipts)
+        done_so_far = working.voids, num_windows(made.samples), made.base, receipts, made.weight, made.loss_sum
+        done = Done(self.me, epoch.id, number, *done_so_far)
         granted = self.granted
         seen = granted.number if granted is not None and granted.reign == self.reign else 0
         wants = Wants(seen, self.reads, self.wants_slices, number, made.claimed, self.wants_samples, working.voids)

@@ -7,6 +7,7 @@ parts that do work with the core's members.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,11 @@ NO_EPOCH = EpochId(0, Seat("", 0, ""), 0)
 TIMING = Timing()
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 BEGIN_ANEW_INTERVALS = 2
+
+
+def is_agreed() -> bool:
+    """Whether peers and coordinators go by the protocol. Only until all of them do."""
+    return os.environ.get("SWARM_AGREED") == "1"
 
 
 class Ticket(NamedTuple):

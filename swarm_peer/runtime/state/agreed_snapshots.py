@@ -175,7 +175,7 @@ class SnapshotTaker:
 
 
 def holdings(agreement: Agreement, snapshots: NamedSnapshots, lag: int) -> tuple[int, int, frozenset[Snapshot]]:
-    """What this peer offers when a stage is lost: the round and the optimizer step that it has come to, its snapshots.
+    """The offer of this peer when a stage is lost: the round and the optimizer step that it has come to, its snapshots.
 
     Args:
         lag: rounds that may be open beyond the next

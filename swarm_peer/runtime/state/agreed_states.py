@@ -91,6 +91,9 @@ class StageSources:
         newest_log: the stage's log as it is known now, which goes on while a state is downloaded
         snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
+
+    Attributes:
+        bytes_per_s: speed of the last download of a state; 0 if there was none
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class StageSources:
         num_slices: int | None,
         snapshots: SnapshotTaker,
     ):
+        self.bytes_per_s = 0.0
         self._context = context
         self._transport = transport
         self._trainer = trainer
@@ -144,6 +148,9 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
+        if (known := self._newest_log()) is not None and known.is_empty:
+            # No entry names a root yet. The weights that the run has begun with need none.
+            return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
 
         async def take(state: StageState) -> None:
@@ -154,8 +161,15 @@ class StageSources:
 
     async def _fetch(self, take: Callable[[StageState], Awaitable[None]]) -> None:
         call = StateIndexCall(manifest=self._context.resolved.hash, of_stage=self._stage)
-        max_bytes = max_state_bytes(self._context.resolved, self._stage)
-        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take)
+        max_bytes, began_s = max_state_bytes(self._context.resolved, self._stage), self._context.clock.monotonic_s()
+
+        async def take_timed(state: StageState) -> None:
+            seconds = self._context.clock.monotonic_s() - began_s
+            num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+            self.bytes_per_s = num_bytes / max(seconds, 1e-3)
+            await take(state)
+
+        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed)
 
     async def _take(self, state: StageState) -> Taken:
         """Take a state over, if it is what an entry says.
@@ -169,9 +183,9 @@ class StageSources:
             raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
         following = known.since(rounds[entry])
         root = following[0].entry.cut.root if following else ""
-        if not root and not known.is_empty:
+        if not root:
             raise InvalidMessage("no entry names the root of this state yet")
-        if root and root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
+        if root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
         step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round

@@ -155,20 +155,21 @@ async def fetch_state(
         reasons.append(f"{donor}: {error}")
 
     while waiting:
-        num_asked = len(waiting) if are_holders else MAX_DONORS
-        asked, waiting = waiting[:num_asked], waiting[num_asked:]
-        timeout_s = CALL_TIMEOUT_S + (0.0 if are_holders else max_bytes / HASHED_BYTES_PER_S)
-        found = await _ask_index(transport, asked, call, timeout_s, check, failed)
+        asked, waiting = (waiting, []) if are_holders else (waiting[:MAX_DONORS], waiting[MAX_DONORS:])
+        found = await _ask_index(transport, asked, call, 0 if are_holders else max_bytes, check, failed)
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
             state = await _download(transport, name, index, agreeing, call.manifest, failed, take, room)
             if state is not None:
                 return state
-    what = f"{call.kind} of stage {call.of_stage}"
     if refused:
         raise NoRoom(refused[0])
-    raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
+    raise CallError(f"no donor gave the {call.kind} of stage {call.of_stage}: {_joined(reasons)}")
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    return "; ".join(sorted(reasons)) or "there is none"
 
 
 def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:
@@ -184,11 +185,16 @@ async def _ask_index(
     transport: Transport,
     donors: Sequence[str],
     call: StateIndexCall,
-    timeout_s: float,
+    hashed_bytes: int,
     check: Callable[[StateIndex], None],
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
-    """Ask donors for their index. Returns each index with the donors that gave it, by the index's hash."""
+    """Ask donors for their index. Returns each index with the donors that gave it, by the index's hash.
+
+    Args:
+        hashed_bytes: as much as they may have to hash first
+    """
+    timeout_s = CALL_TIMEOUT_S + hashed_bytes / HASHED_BYTES_PER_S
     found: dict[bytes, tuple[StateIndex, list[str]]] = {}
 
     async def ask(donor: str) -> None:
