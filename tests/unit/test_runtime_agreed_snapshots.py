@@ -24,10 +24,12 @@ from swarm_peer.runtime.state import agreed_snapshots
 from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker, holdings, named
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
+from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateChunkCall, StateIndexCall
 
 EVERY = 4
+SEAT = Seat("a", 1, "")
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +183,10 @@ LIES = {
     "another ledger": lambda state: replace(state, ledger=b""),
     "no entry": lambda state: replace(state, entry=b""),
     "bytes for an entry": lambda state: replace(state, entry=b"\xc1" * 20),
-    "another round": lambda state: replace(state, round_number=state.round_number + 1),
+    "another parent": lambda state: replace(state, history_hash="h" * 32),
+    "another round": lambda state: replace(
+        state, round_number=state.round_number + 1, timeline=Timeline(1, 0, created_at_round=1)
+    ),
     "another step": lambda state: replace(
         state, timeline=Timeline(state.timeline.first_round, state.timeline.first_optimizer_step + EVERY, 0)
     ),
@@ -209,6 +214,35 @@ def test_nobody_gives_another_state_under_a_name(tmp_path):
                 assert taken.pop().name == name
 
     anyio.run(run)
+
+
+def test_nobody_makes_an_entry_up_for_other_weights(tmp_path):
+    async def run():
+        hall = hall_in(tmp_path)
+        async with swarm(hall.work, hall.resolved) as some:
+            rig, honest = await taken_at(some, hall, 1)
+            name, other = honest.name, with_tensors(honest.state)
+
+            async def refuse(committed, state, step=name.optimizer_step):
+                made_up = named(rig.peer.agreement, state, committed)
+                liar = await giver_of(some, tmp_path, FalseName(committed, made_up.state, name))
+                with pytest.raises(CallError, match="no donor gave") as refused:
+                    await taker_of(some, rig, tmp_path, [liar]).take(1, name.entry, step, nobody_takes)
+                return str(refused.value)
+
+            # Of an epoch that nobody knows, so its certificate says nothing.
+            entry = honest.committed.entry
+            cut = replace(entry.cut, root=root_of(other.tensors, b""), epoch=EpochId(9, SEAT, 0))
+            assert "a snapshot of the name" in await refuse(Committed(Entry(cut, ""), (), Close(cut.round, ())), other)
+            # The voters were told that it is of another step.
+            earlier = replace(honest.state, timeline=Timeline(1, 0, created_at_round=1))
+            assert "not committed at" in await refuse(honest.committed, earlier, earlier.optimizer_step)
+
+    anyio.run(run)
+
+
+async def nobody_takes(found):
+    pytest.fail("it is none")
 
 
 class FalseName(NamedState):
@@ -349,8 +383,6 @@ def test_a_seat_offers_its_snapshots_and_the_round_that_it_has_come_to(tmp_path)
 
 
 # --- which are kept
-
-SEAT = Seat("a", 1, "")
 
 
 def made(stage, step, *, restart=BEGINNING, heads="heads"):
