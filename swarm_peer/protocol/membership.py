@@ -169,8 +169,8 @@ class Membership:
 
     def suspect(self, peer: str) -> None:
         """Note that a peer cannot be reached: it is asked for a sign of life now, and not once it has been silent."""
-        for seat in (each for each in self._watched() if each.peer == peer):
-            self._probed_s.setdefault(seat, self._now_s)
+        for seat in (each for each in (*self._watched(), *self._probed_s) if each.peer == peer):
+            self._probed_s[seat] = min(self._probed_s.get(seat, self._now_s), self._now_s)
 
     def receive(self, now_s: float, message: Message) -> list[Sent]:
         """Take a message of another peer; returns what to send."""
