@@ -14,6 +14,7 @@ from anyio import to_thread
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.config_files import changed_settings
 from coordinator.run.address_files import PEERS, KnownPeers
+from coordinator.run.agreeing import EpochsFile
 from coordinator.run.coordinator_options import NodeOptions
 from coordinator.run.divergence import Diverged
 from coordinator.run.events import RunEvents
@@ -36,6 +37,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import count_logged_errors, serve_metrics
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
+from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -82,18 +84,19 @@ async def _join_and_serve(
     # libp2p would take two nodes of one identity for one.
     own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
     is_resumed = options.plan.resume is not None
-    must_be_known = options.standby or (not is_resumed and has_begun(options.output))
-
     run_key = Identity.load_or_create(key_path)
+    knows_epochs = is_agreed() and EpochsFile(options.output, run_key.peer_id).is_of_begun_run
+    can_begin = is_resumed or knows_epochs
+    must_be_known = options.standby or (not can_begin and has_begun(options.output))
     is_private = resolved.manifest.admission == "invite"
     invite = coordinator_invite(run_key) if is_private else None
 
     def open_own(addresses: Sequence[str]) -> AbstractAsyncContextManager[SwarmDHT]:
         return open_node(own_path, Entrance(tuple(addresses), invite), node.host_maddrs, node.announce_maddrs)
 
-    async with open_own(addresses) if addresses else _open_where_it_was(options.output, open_own, is_resumed) as dht:
+    async with open_own(addresses) if addresses else _open_where_it_was(options.output, open_own, can_begin) as dht:
         is_known = await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)
-        if not is_known and not is_resumed and options.plan.store is not None:
+        if not is_known and not can_begin and options.plan.store is not None:
             await to_thread.run_sync(options.plan.store.check_empty)
         await _serve_on(dht, run_key, resolved, node, options, log_to)
 
@@ -152,15 +155,15 @@ async def _serve_on(
 
 @asynccontextmanager
 async def _open_where_it_was(
-    output: Path, open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]], is_resumed: bool
+    output: Path, open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]], can_begin: bool
 ) -> AsyncIterator[SwarmDHT]:
     """Join the peers of the run that this folder is of, if there are any, or else begin a new swarm.
 
     Args:
-        is_resumed: it goes on from a checkpoint if no peer is left
+        can_begin: if no peer is left, it goes on from a checkpoint, or with the epochs that are known here
 
     Raises:
-        UserError: it has peers or has begun, none of its peers answers, and it is not resumed
+        UserError: it has peers or has begun, none of its peers answers, and it cannot go on without
     """
     known = KnownPeers(output).read()
     async with AsyncExitStack() as opened:
@@ -173,7 +176,7 @@ async def _open_where_it_was(
                 log.info("peers_not_found addresses=%d", len(known))
                 log.debug("peers_not_found reason=%s", error)
                 check_output(output)
-        if dht is None and not is_resumed and (known or has_begun(output)):
+        if dht is None and not can_begin and (known or has_begun(output)):
             raise UserError(
                 f"the run of {output} {'has begun (metrics.jsonl)' if has_begun(output) else 'has had peers'}, nobody "
                 f"answers at the addresses in {output / PEERS}, and without its peers it would begin anew: carry on "

@@ -23,6 +23,7 @@ from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.writer import CheckpointWriter, Duty
 from coordinator.run.address_files import COORDINATOR, KnownPeers, write_addresses
+from coordinator.run.agreeing import Agreeing, KeyContext, Start, others_in
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
@@ -51,6 +52,7 @@ from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.scratch import scratch_folder
+from swarm_peer.runtime.network.agreement import is_agreed, rules_of
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.transport import Transport
@@ -120,6 +122,7 @@ class RunService:
         self._divergence = Divergence(
             options=options, manifest=resolved.manifest, watch=self.watch, threads=self._context.threads
         )
+        self._agreeing: Agreeing | None = None
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
@@ -239,12 +242,16 @@ class RunService:
     ) -> CheckpointGiver:
         """Find out or decide where the run begins, and give checkpoints to its peers from now on."""
         plan, giver = self._options.plan, CheckpointGiver(self.manifest, self._context, scratch)
-        if plan.resume is not None:
+        if is_agreed():
+            await self._agree(transport, tasks, files, giver)
+        elif plan.resume is not None:
             self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
+        if plan.resume is not None:
             tell_changes(plan.resume, self.manifest)
             note_resumed(self._options.output, plan.resume, self._beginning.timeline)
         else:
-            await self._beginning.find()
+            if not is_agreed():
+                await self._beginning.find()
             # The DHT forgets the record a day after the last coordinator. Newcomers must not begin the run anew then.
             if known := files.lines_since(self._beginning.timeline.first_round):
                 self._beginning.see(files.round_number + 1, files.optimizer_step)
@@ -255,6 +262,28 @@ class RunService:
         if plan.store is not None:
             tasks.start_soon(giver.give_when_lost, transport, plan.store, self._fits(files), self.watch)
         return giver
+
+    async def _agree(self, transport: Transport, tasks: TaskGroup, files: RunFiles, giver: CheckpointGiver) -> None:
+        """Find the run's epochs or begin them, and take part in agreement from now on."""
+        checkpoint, resume = self._options.plan.resume, None
+        if checkpoint is not None:
+            after_round = max(checkpoint.round_number, files.round_number)
+            resume = rules_of(self.manifest).restart(after_round, checkpoint.optimizer_step)
+        else:
+            await self._beginning.find()
+        view = await self._directory.refresh_surely(range(self.resolved.num_stages))
+        has_trained = files.round_number >= 0
+        is_under_way = self._beginning.is_known or bool(view.peers) or has_trained or self._options.standby
+        self._agreeing = agreeing = await Agreeing.open(
+            context=KeyContext.of(self.resolved, self._dht, self._run_key, self._context),
+            transport=transport,
+            output=self._options.output,
+            find_others=others_in(self._dht, self._directory, self._run_id),
+            start=Start(is_under_way, has_trained, resume),
+        )
+        self._beginning.timeline, self._beginning.begun_s = agreeing.timeline, agreeing.begun_s
+        giver.dispatcher.add(None, agreeing.agreement.calls)
+        tasks.start_soon(agreeing.run)
 
     async def _give_again(self, giver: CheckpointGiver, files: RunFiles) -> None:
         while not self._beginning.is_known:  # noqa: ASYNC110 (nobody tells when the DHT has its record again)

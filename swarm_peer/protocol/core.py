@@ -441,11 +441,13 @@ class Core:
         is_new = said != self._spoken.get(stage)
         self._spoken[stage] = said
         if is_new or resends:
-            others = [seat for seat in self.epoch.roster(stage) if seat != self.membership.me]
+            members = self.epoch.roster(stage)
+            others = [seat for seat in members if seat != self.membership.me]
             sent += [(seat.peer, self._message(body)) for body in said for seat in others]
             for body in said if stage == 0 else ():
                 if isinstance(body, Close):
-                    sent += [(seat.peer, self._message(body)) for seat in self._stage_leaders() if seat not in others]
+                    leaders = [seat for seat in self._stage_leaders() if seat not in members]
+                    sent += [(seat.peer, self._message(body)) for seat in leaders]
         if (resends or is_new) and leader.is_synced:
             head = member.head()
             for other_stage, other in self.leaders.items():

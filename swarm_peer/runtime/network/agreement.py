@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.errors import CallError, InvalidMessage, PeerUnreachable
 from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import Certified, Rules
 from swarm_peer.protocol.membership import Membership
@@ -23,10 +23,15 @@ from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, 
 from swarm_peer.protocol.statements import EpochId, Seat, Sign
 from swarm_peer.protocol.work import RoundContext
 from swarm_peer.runtime.condition import Condition
-from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.context import Clock, RandomSource
+from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.wire import messages as wire
 from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.identity import Identity
+
+if TYPE_CHECKING:  # coordinators' commands that only look at a run need no models
+    from swarm_peer.model.resolved import ResolvedManifest
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +52,40 @@ BEGIN_ANEW_INTERVALS = 2
 
 
 def is_agreed() -> bool:
-    """Whether peers and coordinators go by the protocol. Only until all of them do."""
+    """Whether this process agrees with others as docs/protocol.md says.
+
+    For as long as peers can do it the old way, too: the environment variable SWARM_AGREED=1 then has peers and
+    coordinators take the new one. All processes of a run have to take the same.
+    """
     return os.environ.get("SWARM_AGREED") == "1"
+
+
+class AgreementContext(Protocol):
+    """The surroundings of a process that agrees: a PeerContext, or that of a coordinator."""
+
+    @property
+    def run_id(self) -> str:
+        """The run's public key."""
+
+    @property
+    def resolved(self) -> ResolvedManifest:
+        """The run's manifest."""
+
+    @property
+    def identity(self) -> Identity:
+        """The key of this process, whose public half is its peer id."""
+
+    @property
+    def clock(self) -> Clock:
+        """Where time comes from."""
+
+    @property
+    def random(self) -> RandomSource:
+        """Where chance comes from."""
+
+    @property
+    def changed(self) -> Condition:
+        """Notified whenever something has changed that a part of this process may wait for."""
 
 
 class Ticket(NamedTuple):
@@ -67,6 +104,18 @@ class Ticket(NamedTuple):
 OPEN = Ticket("", lambda seat: not seat.ticket)
 
 
+def ticket_of(passes: PassChecker, peer_id: str) -> Ticket:
+    """By what this peer was invited, and how it knows the tickets of others."""
+    if passes.is_open:
+        return OPEN
+    own = passes.own_ticket(peer_id)
+
+    def is_of(seat: Seat) -> bool:
+        return seat.ticket == own if seat.peer == peer_id else passes.came_by(seat.peer, seat.ticket)
+
+    return Ticket(own, is_of)
+
+
 class Agreement:
     """This peer's part in agreement. Belongs to the event loop's thread.
 
@@ -78,7 +127,7 @@ class Agreement:
     def __init__(
         self,
         *,
-        context: PeerContext,
+        context: AgreementContext,
         transport: Transport,
         life: int,
         first: Sequence[Certified],
@@ -208,6 +257,8 @@ class Agreement:
                     self._send((peer, each) for each in self._receive(peer, answer))
             except CallError as error:  # whatever has had no effect is sent again
                 log.debug("messages_lost peer=%s count=%d reason=%s", peer, len(taken), error)
+                if isinstance(error, PeerUnreachable):
+                    self.core.membership.suspect(peer)
         self._queued.pop(peer, None)
 
 

@@ -36,12 +36,14 @@ class CallDispatcher:
         self.add(None, calls or {})
 
     def add(self, stage: int | None, calls: Mapping[type[Body], Handler]) -> None:
-        """Answer the calls for a stage from now on.
+        """Answer the calls for a stage from now on, beside those that are answered already.
 
         Args:
+            stage: None for calls that belong to none
             calls: the handler of each operation, by the schema of its body
         """
-        self._calls[stage] = {schema.model_fields["op"].default: (schema, calls[schema]) for schema in calls}
+        added = {schema.model_fields["op"].default: (schema, calls[schema]) for schema in calls}
+        self._calls[stage] = self._calls.get(stage, {}) | added
 
     async def remove(self, stage: int) -> None:
         """Answer no more calls for a stage, and end those under way, which hold what the stage has in memory."""

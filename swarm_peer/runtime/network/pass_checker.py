@@ -125,6 +125,21 @@ class PassChecker:
                 raise NotAdmitted(f"the invite {known.ticket.label} is for {most} peers at a time, and all are here")
         seen_s[known.peer_id] = now_s
 
+    def own_ticket(self, peer_id: str) -> str:
+        """The key of the ticket by which this node was invited; empty for the holder of the run's key.
+
+        Args:
+            peer_id: this node's
+        """
+        return "" if peer_id == self._run_id else self._open(peer_id, self.own_pass).ticket.key
+
+    def came_by(self, peer_id: str, ticket: str) -> bool:
+        """Whether a peer has shown a pass of this ticket here, which stands. The holder of the run's key has none."""
+        if peer_id == self._run_id:
+            return not ticket
+        is_shown = peer_id in self._seen_s.get(ticket, {})
+        return is_shown and ticket not in self._revoked_tickets and peer_id not in self._revoked_peers
+
     def is_revoked(self, peer_id: str) -> bool:
         """Whether the operator has revoked a peer, or all invites by which this node has seen it come."""
         tickets = {ticket for ticket, seen_s in self._seen_s.items() if peer_id in seen_s}

@@ -240,7 +240,8 @@ class RoundDriver:
         self._note_ledger(member)
         if member.is_behind:
             return self._catch_up
-        if self._due(member) is not None:
+        # Before the leader has told the log, it may be further than the state that was taken over.
+        if member.reign is not None and self._due(member) is not None:
             return self._apply
         if member.voiding is not None:
             return self._void
