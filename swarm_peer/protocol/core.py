@@ -208,6 +208,11 @@ class Core:
         self._prepared.pop(stage, None)
         self.membership.prepared -= {stage}
 
+    def resign(self, stage: int) -> None:
+        """Give up the place in a stage that has lost the state which it should begin anew with."""
+        if (member := self.members.get(stage)) is not None:
+            member.is_lost = True
+
     @property
     def epoch(self) -> Epoch:
         """The newest epoch that this peer knows."""
