@@ -21,6 +21,7 @@ from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data.batch_launcher import BatchLauncher
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
@@ -32,8 +33,9 @@ from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state import agreed_joining
 from swarm_peer.runtime.state.agreed_joining import join
+from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
 from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.cut_averager import CutAverager
@@ -66,6 +68,7 @@ def resolved_of(optimizer="sgd", **sections):
                 "training": training | sections.pop("training", {}),
                 "optimizer": {"name": optimizer, "learning_rate": 0.05},
                 "averaging": {"compare_weights_every": 2} | sections.pop("averaging", {}),
+                "recovery": {"snapshot_every": 0},
             }
             | sections
         )
@@ -157,8 +160,9 @@ class RecordingWorkplace(StageWorkplace):
 class Rig:
     """One peer with a real stage."""
 
-    def __init__(self, peer, stage, resolved, rigs):
+    def __init__(self, peer, stage, resolved, rigs, folder):
         self.peer, self.stage, self.rigs = peer, stage, rigs
+        self.folder = folder and folder / peer.identity.peer_id
         context = peer.context
         self.trainer = RecordingTrainer(resolved, resolved.specs[stage], agreed=True)
         self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
@@ -196,7 +200,25 @@ class Rig:
         shapes = [parameter.shape for parameter in self.trainer.trained.values()]
         averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=peer.transport)
         self.ended = []
-        self.workplace = RecordingWorkplace(context=context, core=core, updates=UpdateRecord())
+        self.snapshots = NamedSnapshots(
+            clock=context.clock,
+            threads=context.threads,
+            storage=FolderStorage(self.folder) if folder else context.storage,
+            is_member=is_member,
+            restart=lambda: peer.core.epoch.restart,
+        )
+        taker = SnapshotTaker(
+            context=context,
+            threads=context.threads,
+            transport=peer.transport,
+            agreement=peer.agreement,
+            snapshots=self.snapshots,
+            holders=lambda: [rig.peer.identity.peer_id for rig in self.rigs.values()],
+        )
+        self.keeper = AgreedSnapshotKeeper(
+            context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
+        )
+        self.workplace = RecordingWorkplace(context=context, core=core, updates=UpdateRecord(), copied=self.keeper.take)
         self.sources = StageSources(
             context=context,
             transport=peer.transport,
@@ -204,14 +226,12 @@ class Rig:
             core=core,
             donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
             newest_log=self.newest_log,
+            snapshots=taker,
             num_slices=len(LENGTHS) if stage == 0 else None,
         )
         self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
-        snapshots = SnapshotStore(
-            clock=context.clock, threads=context.threads, storage=context.storage, is_member=is_member
-        )
-        snapshots.sources[stage] = self.state_server
-        peer.calls.add(None, peer.agreement.calls | snapshots.calls)
+        self.snapshots.sources[stage] = self.state_server
+        peer.calls.add(None, peer.agreement.calls | self.snapshots.calls)
         self.driver = RoundDriver(
             agreement=peer.agreement,
             stage=stage,
@@ -283,6 +303,7 @@ class Rig:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.driver.run)
             tasks.start_soon(self.state_server.run)
+            tasks.start_soon(self.keeper.run)
             tasks.start_soon(join, self.peer.agreement, self.stage, self.sources)
             if self.stage == 0:
                 tasks.start_soon(self.pool.run)
@@ -300,10 +321,15 @@ class Rig:
 
 
 class Hall:
-    """Peers of two stages."""
+    """Peers of two stages.
 
-    def __init__(self, resolved):
+    Attributes:
+        folder: for the peers' snapshots
+    """
+
+    def __init__(self, resolved, folder=None):
         self.resolved = resolved
+        self.folder = folder
         self.rigs = {}
         self.all_rigs = []
 
@@ -311,7 +337,7 @@ class Hall:
         if not (stages := own.core.membership.desired - {-1}):
             return
         (stage,) = stages
-        rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.resolved, self.rigs)
+        rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.resolved, self.rigs, self.folder)
         self.all_rigs.append(rig)
         try:
             async with anyio.create_task_group() as tasks:
@@ -328,16 +354,22 @@ class Hall:
                 found.setdefault(committed.entry.cut.round, committed.entry.cut)
         return [found[number] for number in sorted(found)]
 
-    def one_process(self, num_rounds):
-        """The weights of both stages that one process has after so many rounds of the same samples."""
+    def one_process(self, cuts):
+        """The weights of both stages that one process has after the rounds of these cuts of stage 0."""
         trainers = [StageTrainer(self.resolved, spec) for spec in self.resolved.specs]
-        for cut in self.cuts()[:num_rounds]:
+        for cut in cuts:
             for item in cut.samples:
                 for window in range(item.start, item.end):
                     microbatch(*trainers, SampleId(*item.slice_id, window))
             for trainer in trainers:
                 trainer.apply(trainer.mean_gradients())
         return [trainer.state() for trainer in trainers]
+
+    def history(self):
+        """The cuts of stage 0 that the newest one rests on, in their order: the run may have gone back."""
+        restart = next(iter(self.rigs.values())).peer.core.epoch.restart
+        cuts = self.cuts()
+        return [cut for cut in cuts if cut.round < restart.optimizer_step or cut.round >= restart.first_round]
 
     def replicas(self, num_rounds):
         """The shared state of both stages by optimizer step, as replicas in one process make it."""
@@ -403,14 +435,14 @@ class Hall:
 
     async def check(self, start, atol=1e-5):
         """All have the weights that one process makes of the samples that have counted."""
-        assert any(len(cut.seats) == 2 for cut in self.cuts())
-        counted = [each for cut in self.cuts() for each in cut.samples]
+        counted = [each for cut in self.history() for each in cut.samples]
         assert num_windows(merge_ranges(counted)) == num_windows(counted), "nothing counts twice"
         for rig in list(self.rigs.values()):
             await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
             state, num_rounds = rig.trainer.state(), rig.trainer.optimizer_step
             assert num_rounds >= start
-            expected = self.one_process(num_rounds)[rig.stage]
+            await until([rig.peer], lambda _, count=num_rounds: len(self.history()) >= count)
+            expected = self.one_process(self.history()[:num_rounds])[rig.stage]
             for name, value in expected.items():
                 torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
 

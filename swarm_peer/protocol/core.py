@@ -54,7 +54,7 @@ class RoundRules:
         targets: the most that a sample can have; 1 where samples are weighed, and not their targets
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
-        roots_every: rounds from one at which all members tell the root of their state to the next; 0 for none
+        roots_every: after multiples of so many optimizer steps all members tell the root of their state; 0 for none
         last_step: the run's last optimizer step; None if it has none
     """
 
@@ -64,7 +64,7 @@ class RoundRules:
     targets: int = 1
     lag: int = 0
     period: int = 1
-    roots_every: int = 1
+    roots_every: tuple[int, ...] = (1,)
     last_step: int | None = None
 
     @property
@@ -77,9 +77,13 @@ class RoundRules:
         """Whether a round ends with an average."""
         return (number + 1) % self.period == 0
 
-    def is_rooted(self, number: int) -> bool:
-        """Whether a round begins with all members telling the root of their state."""
-        return self.roots_every > 0 and number % self.roots_every == 0
+    def is_rooted(self, optimizer_step: int) -> bool:
+        """Whether all members tell the root of the state of an optimizer step: to compare it, or to name a snapshot.
+
+        Within a period, stage-mates have weights of their own.
+        """
+        due = (optimizer_step % every == 0 for every in self.roots_every if every)
+        return any(due) and optimizer_step % self.period == 0
 
     def fills(self, close: Close, epoch_of: EpochOf) -> bool:
         """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one base."""
@@ -206,6 +210,11 @@ class Core:
         """Note that the state of a stage that had been taken over is gone."""
         self._prepared.pop(stage, None)
         self.membership.prepared -= {stage}
+
+    def resign(self, stage: int) -> None:
+        """Give up the place in a stage that has lost the state which it should begin anew with."""
+        if (member := self.members.get(stage)) is not None:
+            member.is_lost = True
 
     @property
     def epoch(self) -> Epoch:
@@ -440,11 +449,13 @@ class Core:
         is_new = said != self._spoken.get(stage)
         self._spoken[stage] = said
         if is_new or resends:
-            others = [seat for seat in self.epoch.roster(stage) if seat != self.membership.me]
+            members = self.epoch.roster(stage)
+            others = [seat for seat in members if seat != self.membership.me]
             sent += [(seat.peer, self._message(body)) for body in said for seat in others]
             for body in said if stage == 0 else ():
                 if isinstance(body, Close):
-                    sent += [(seat.peer, self._message(body)) for seat in self._stage_leaders() if seat not in others]
+                    leaders = [seat for seat in self._stage_leaders() if seat not in members]
+                    sent += [(seat.peer, self._message(body)) for seat in leaders]
         if (resends or is_new) and leader.is_synced:
             head = member.head()
             for other_stage, other in self.leaders.items():

@@ -331,7 +331,7 @@ class Log:
         return self.optimizer_step_at(self.next_round)
 
     def optimizer_step_at(self, number: int) -> int:
-        """How many updates come before that of a round."""
+        """How many updates the weights have had that embody the entry before a round."""
         return self.restart.optimizer_step + number - self.restart.first_round
 
     @property

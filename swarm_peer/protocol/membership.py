@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from random import Random
 
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Restart, Rules, is_sound, next_epoch
+from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Rules, is_sound, next_epoch
 from swarm_peer.protocol.messages import (
     Accept,
     Alive,
@@ -166,6 +166,11 @@ class Membership:
         return self.epoch.is_quorum(heard, voters)
 
     # --- inputs
+
+    def suspect(self, peer: str) -> None:
+        """Note that a peer cannot be reached: it is asked for a sign of life now, and not once it has been silent."""
+        for seat in (each for each in (*self._watched(), *self._probed_s) if each.peer == peer):
+            self._probed_s[seat] = min(self._probed_s.get(seat, self._now_s), self._now_s)
 
     def receive(self, now_s: float, message: Message) -> list[Sent]:
         """Take a message of another peer; returns what to send."""
@@ -381,7 +386,8 @@ class Membership:
             return successor
         offers = [wish for wish in self._bodies if isinstance(wish, Offer)]
         best = next_epoch(self.epoch, [*bodies, *offers], self.rules)
-        return successor if best is None or _goes_as_far(successor.restart, best.restart) else None
+        goes_as_far = best is None or successor.restart.optimizer_step >= best.restart.optimizer_step
+        return successor if goes_as_far else None
 
     def _handle_vote(self, accepted: Signed[Accepted]) -> None:
         body = accepted.body
@@ -467,16 +473,14 @@ class Membership:
             epoch_id = epoch_id._replace(number=epoch_id.number - 1)
 
     def _tell_news(self, peer: str, since: EpochId) -> None:
-        newer = [certified for certified in self._chain if certified.epoch.id > since]
-        if newer:
+        if newer := [certified for certified in self._chain if certified.epoch.id > since]:
             self._send(peer, News(tuple(newer[:MAX_TOLD_EPOCHS])))
 
     # --- sending
 
     def _send_all(self, seats: Iterable[Seat], body: Body) -> None:
-        for seat in seats:
-            if seat != self.me:
-                self._send(seat.peer, body)
+        for seat in (each for each in seats if each != self.me):
+            self._send(seat.peer, body)
 
     def _send(self, peer: str, body: Body) -> None:
         self._out.append((peer, Message(self.me, self.epoch.id, body)))
@@ -489,10 +493,6 @@ class Membership:
 def _without_old(chain: list[Certified]) -> list[Certified]:
     newest_of_key = max((index for index, each in enumerate(chain) if each.is_of_key), default=0)
     return chain[min(newest_of_key, max(0, len(chain) - KEPT_EPOCHS)) :]
-
-
-def _goes_as_far(restart: Restart, best: Restart) -> bool:
-    return restart.optimizer_step >= best.optimizer_step
 
 
 def _subject(wish: Wish) -> tuple[object, ...]:

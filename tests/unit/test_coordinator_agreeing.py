@@ -78,11 +78,11 @@ class Town:
             raise CallError("no answer")
         return self.others
 
-    async def open(self, context, folder, start=Start()):
+    async def open(self, context, folder, start=None):
         folder.mkdir(exist_ok=True)
         transport = self.network.transport(context.identity.peer_id)
         part = await Agreeing.open(
-            context=context, transport=transport, output=folder, find_others=self.find, start=start
+            context=context, transport=transport, output=folder, find_others=self.find, start=start or Start()
         )
         await self._serve(context.identity, transport, part.agreement.calls, part.run)
         return part

@@ -10,7 +10,7 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.state.agreed_states import root_of
+from swarm_peer.runtime.state.roots import root_of
 
 PERIOD = 3
 EAGER = {"mode": "delayed", "eager_updates": True}
@@ -164,14 +164,14 @@ def in_the_middle_of_a_period():
 def test_replicas_share_their_root_in_the_middle_of_a_period_whatever_they_have_computed():
     first, second = in_the_middle_of_a_period()
     assert not are_equal(weights(first), weights(second))
-    assert root_of(first.state()) == root_of(second.state())
+    assert root_of(first.state(), b"") == root_of(second.state(), b"")
     assert set(shared_entries(first.state())) < set(first.state())
-    last = root_of(first.state())
+    last = root_of(first.state(), b"")
     for number in range(PERIOD - 1):
         compute(first, number)
-        assert root_of(first.state()) == last
+        assert root_of(first.state(), b"") == last
         end_round([first, second])
-    assert root_of(first.state()) == root_of(second.state()) != last
+    assert root_of(first.state(), b"") == root_of(second.state(), b"") != last
 
 
 def test_whoever_takes_over_a_state_begins_with_the_outer_weights_and_no_work():
@@ -218,7 +218,7 @@ def test_outer_weights_that_are_nearly_the_same_are_adopted_with_the_own_differe
     assert same_weight == weight == 3
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-    assert root_of(first.state()) == root_of(theirs)
+    assert root_of(first.state(), b"") == root_of(theirs, b"")
     optimizer = {name for name in inner if name not in shared_entries(inner)}
     assert all(torch.equal(first.state()[name], inner[name]) for name in optimizer)
     with pytest.raises(InvalidMessage, match="lacks"):

@@ -11,7 +11,7 @@ from agreeing import swarm, until
 from tiny_models import LENGTH
 
 from swarm_peer.protocol.log import Log
-from swarm_peer.runtime.state.agreed_states import root_of
+from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.wire.identity import Identity
 
 PERIOD = 4
@@ -148,7 +148,7 @@ def test_work_on_a_log_that_another_takes_the_place_of_is_given_up():
                 await until([peer], partial(has_come_to, 1, until_round), 60)
             mate = hall.rigs[first[1].identity.peer_id]
             await until([more[1]], lambda _: rig.driver._weights == mate.driver._weights, 60)
-            assert root_of(rig.trainer.state()) == root_of(mate.trainer.state())
+            assert root_of(rig.trainer.state(), b"") == root_of(mate.trainer.state(), b"")
 
     anyio.run(run)
 

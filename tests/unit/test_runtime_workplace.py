@@ -26,6 +26,7 @@ def test_agreed_rounds_make_the_updates_of_one_process(optimizer, atol):
             for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
                 await until(peers, partial(has_come_to, stage, start + 4), 60)
             await hall.check(start + 4, atol)
+            assert any(len(cut.seats) == 2 for cut in hall.cuts())
 
     anyio.run(run)
 
@@ -47,5 +48,6 @@ def test_who_leaves_in_order_costs_no_sample(stage):
             for number in (0, 1):
                 await until([first[number]], partial(has_come_to, number, start + 3), 60)
             await hall.check(start + 3)
+            assert any(len(cut.seats) == 2 for cut in hall.cuts())
 
     anyio.run(run)

@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.errors import CallError, InvalidMessage, PeerUnreachable
 from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import Certified, Rules
 from swarm_peer.protocol.membership import Membership
@@ -258,6 +258,8 @@ class Agreement:
                     self._send((peer, each) for each in self._receive(peer, answer))
             except CallError as error:  # whatever has had no effect is sent again
                 log.debug("messages_lost peer=%s count=%d reason=%s", peer, len(taken), error)
+                if isinstance(error, PeerUnreachable):
+                    self.core.membership.suspect(peer)
         self._queued.pop(peer, None)
 
 
@@ -271,7 +273,7 @@ def rounds_of(manifest: RunManifest) -> RoundRules:
         targets=data.sequence_length if data.has_targets else 1,
         lag=averaging.rounds_ahead,
         period=averaging.steps_per_average,
-        roots_every=averaging.compare_weights_every,
+        roots_every=(averaging.compare_weights_every, manifest.recovery.snapshot_every),
         last_step=manifest.training.steps,
     )
 

@@ -143,7 +143,8 @@ class RoundDriver:
         self._note_ledger(member)
         if member.is_behind:
             return self._catch_up
-        if self._due(member) is not None:
+        # Before the leader has told the log, it may be further than the state that was taken over.
+        if member.reign is not None and self._due(member) is not None:
             return self._apply
         if member.voiding is not None:
             return self._void
@@ -385,8 +386,8 @@ class RoundDriver:
 
     async def _tell_root(self) -> None:
         member = self._member()
-        state = member.state
-        member.rooted(state, await self._workplace.root())
+        standing = self._seat_weights(member)
+        member.rooted(standing.entry, await self._workplace.root(standing))
 
     async def _adopt(self) -> None:
         """Take over the weights of most stage-mates. Later rounds give up what they have computed from its own."""

@@ -90,8 +90,8 @@ class Workplace(Protocol):
     async def apply(self, averages: Sequence[Tensor]) -> None:
         """Update the weights; with no averages, as a round ends that has none."""
 
-    async def root(self) -> str:
-        """The root of the state."""
+    async def root(self, standing: SeatWeights) -> str:
+        """The root of the state, whose weights are these."""
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
