@@ -63,6 +63,9 @@ class Shop:
     def close(self):
         self.round = None
 
+    def fall_behind(self):
+        self.close()
+
     async def drain(self, number):
         assert self.round is None
 

@@ -164,11 +164,8 @@ class RoundDriver:
             return None
         if member.work.is_over(member.log):
             # Nothing is trained any more, but the last weights are validated, and given to others.
-            return (
-                (member.work.begins_with_head(member.log.next_round), 0)
-                if self._weights[1] == member.log.head
-                else None
-            )
+            last = member.work.begins_with_head(member.log.next_round), 0
+            return last if self._weights[1] == member.log.head else None
         return (working.number, working.voids) if member.known_base(working.number) == self._weights[1] else None
 
     def _member(self) -> Member:
@@ -292,6 +289,8 @@ class RoundDriver:
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
+            # The entry that names the state's root is that of a round which others have yet to fill without this seat.
+            self._workplace.fall_behind()
             taken = await self._sources.state()
             if self._is_other(member, restart):
                 return
