@@ -101,7 +101,7 @@ def test_a_run_goes_back_in_each_mode_of_averaging(tmp_path, averaging):
     async def run():
         hall = hall_in(tmp_path, **averaging)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             survivors = [first[0], more[0]]
             await until(survivors[:1], lambda peer: guards(hall.rigs[peer.identity.peer_id]), 60)
             restart = await come_back(some, hall, [first[1], more[1]], survivors)

@@ -136,7 +136,7 @@ def test_work_on_a_log_that_another_takes_the_place_of_is_given_up():
     async def run():
         hall = hall_of(PERIODIC)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             rig, member = hall.rigs[more[1].identity.peer_id], more[1].stage(1)
             strategy = rig.trainer.strategy
             await until([more[1]], lambda peer: strategy._weight and is_at_work(1, PERIOD, peer), 60)
@@ -162,12 +162,12 @@ def round_otherwise(trainer):
         weights.mul_(1 + 1e-5)
 
 
-@pytest.mark.parametrize("averaging", [{}, DELAYED, EAGER], ids=["synchronous", "delayed", "eager"])
+@pytest.mark.parametrize("averaging", [{}, DELAYED, EAGER, PERIODIC], ids=["sync", "delayed", "eager", "periodic"])
 def test_a_seat_whose_device_rounds_otherwise_adopts_the_weights_of_its_stage_mates(averaging):
     async def run():
         hall = hall_of(averaging)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             await until([more[1]], partial(has_come_to, 1, PERIOD + 2), 60)
             rig, mate = (hall.rigs[peer.identity.peer_id] for peer in (more[1], first[1]))
             round_otherwise(rig.trainer)
