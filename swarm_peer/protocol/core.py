@@ -45,7 +45,7 @@ from swarm_peer.protocol.work import RoundContext
 PATIENT = 0.8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RoundRules:
     """How a run's rounds go, as its manifest says.
 
@@ -54,8 +54,7 @@ class RoundRules:
         targets: the most that a sample can have; 1 where samples are weighed, and not their targets
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
-        roots_every: optimizer steps from one at which all members tell the root of their state to the next; 0 for none
-        snapshots_every: those from one of which snapshots are kept to the next; 0 for none
+        roots_every: after multiples of so many optimizer steps all members tell the root of their state; 0 for none
         last_step: the run's last optimizer step; None if it has none
     """
 
@@ -65,8 +64,7 @@ class RoundRules:
     targets: int = 1
     lag: int = 0
     period: int = 1
-    roots_every: int = 1
-    snapshots_every: int = 0
+    roots_every: tuple[int, ...] = (1,)
     last_step: int | None = None
 
     @property
@@ -80,8 +78,12 @@ class RoundRules:
         return (number + 1) % self.period == 0
 
     def is_rooted(self, optimizer_step: int) -> bool:
-        """Whether all members tell the root of the state of an optimizer step: to compare it, or to name a snapshot."""
-        return any(optimizer_step % every == 0 for every in (self.roots_every, self.snapshots_every) if every)
+        """Whether all members tell the root of the state of an optimizer step: to compare it, or to name a snapshot.
+
+        Within a period, stage-mates have weights of their own.
+        """
+        due = (optimizer_step % every == 0 for every in self.roots_every if every)
+        return any(due) and optimizer_step % self.period == 0
 
     def fills(self, close: Close, epoch_of: EpochOf) -> bool:
         """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one base."""

@@ -210,7 +210,7 @@ def test_a_run_begins_with_other_snapshots_where_nobody_gives_those_that_were_of
             assert set(restart.entries) == older
             await until(peers[:1], partial(has_come_to, 0, restart.first_round + 2), 60)
             await until([newcomer], partial(has_come_to, 1, restart.first_round + 2), 60)
-            await hall.check(restart.optimizer_step + 2, seats=1)
+            await hall.check(restart.optimizer_step + 2)
 
     anyio.run(run)
 

@@ -273,8 +273,7 @@ def rounds_of(manifest: RunManifest) -> RoundRules:
         targets=data.sequence_length if data.has_targets else 1,
         lag=averaging.rounds_ahead,
         period=averaging.steps_per_average,
-        roots_every=averaging.compare_weights_every,
-        snapshots_every=manifest.recovery.snapshot_every,
+        roots_every=(averaging.compare_weights_every, manifest.recovery.snapshot_every),
         last_step=manifest.training.steps,
     )
 

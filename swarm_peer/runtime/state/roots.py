@@ -20,9 +20,7 @@ def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
         ledger: as states carry it; empty at other stages than 0
     """
     digest = hashlib.sha256(ledger)
-    shared = shared_entries(state)
-    for name in sorted(shared):
-        tensor = shared[name]
+    for name, tensor in sorted(shared_entries(state).items()):
         # The same bytes under other names, or cut otherwise, are another state.
         digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
         digest.update(as_bytes(tensor))
