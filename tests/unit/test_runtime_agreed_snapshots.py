@@ -8,15 +8,12 @@ from functools import partial
 import anyio
 import pytest
 import torch
-from agreed_stages import Hall, has_come_to, is_member, microbatch, quick_stages, resolved_of, two_of_each
+from agreed_stages import Hall, has_come_to, is_member, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
 from contexts import make_context
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.protocol.log import Close, Committed, Cut, Entry
@@ -41,9 +38,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(agreed_snapshots, "GUARD_PAUSE_S", 0.02)
 
 
-def hall_in(folder, **averaging):
+def hall_in(folder):
     # States are compared for nothing but their snapshots.
-    sections = {"recovery": {"snapshot_every": EVERY}, "averaging": {"compare_weights_every": 0} | averaging}
+    sections = {"recovery": {"snapshot_every": EVERY}, "averaging": {"compare_weights_every": 0}}
     return Hall(resolved_of("sgd", **sections), folder)
 
 
@@ -67,90 +64,26 @@ async def come_back(some, hall, lost, survivors):
     restart = newcomer.core.epoch.restart
     assert len(restart.entries) == 2
     assert restart.optimizer_step % EVERY == 0
-    stores = [hall.rigs[peer.identity.peer_id].snapshots for peer in survivors]
-    names = [(store, store.find(stage, entry)) for stage, entry in enumerate(restart.entries) for store in stores]
-    begins_with = [await store.load(name) for store, name in names if name is not None]
     await until([newcomer], lambda peer: hall.rigs[peer.identity.peer_id].snapshots.find(1, restart.entries[1]), 60)
     await until(survivors, partial(has_come_to, 0, restart.first_round + 3), 60)
     await until([newcomer], partial(has_come_to, 1, restart.first_round + 3), 60)
-    by_stage = {state.history_hash: state for state in begins_with}
-    return restart, list(by_stage.values())
+    return restart
 
 
-def states_after(begins_with, cuts, lag):
-    """The states of both stages by optimizer step, as one process makes them of the samples of some rounds.
-
-    Args:
-        begins_with: the states of both stages; None for the initial ones
-        lag: rounds that a round's weights are behind
-    """
-    resolved = resolved_of("sgd")
-    trainers, due = [StageTrainer(resolved, spec) for spec in resolved.specs], []
-    for trainer, state in zip(trainers, begins_with or [], strict=False):
-        trainer.load_state(state.tensors, state.optimizer_step)
-    found = {trainers[0].optimizer_step: [trainer.state() for trainer in trainers]}
-    for cut in cuts:
-        for item in cut.samples:
-            for window in range(item.start, item.end):
-                microbatch(*trainers, SampleId(*item.slice_id, window))
-        due.append([[mean.clone() for mean in trainer.mean_gradients()] for trainer in trainers])
-        for trainer in trainers:
-            trainer.discard_gradients()
-        if len(due) > lag:
-            for trainer, means in zip(trainers, due.pop(0), strict=True):
-                trainer.apply(means)
-            found[trainers[0].optimizer_step] = [trainer.state() for trainer in trainers]
-    return found
-
-
-def assert_alike(state, expected):
-    assert state.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
-
-
-MODES = {"synchronous": 0, "delayed": 1}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stage_that_loses_all_its_peers_goes_on_from_copies_of_the_stage_before(tmp_path, mode):
+def test_a_stage_that_loses_all_its_peers_goes_on_from_copies_of_the_stage_before(tmp_path):
     async def run():
-        hall, lag = hall_in(tmp_path, mode=mode, eager_updates=False), MODES[mode]
+        hall = hall_in(tmp_path)
         async with swarm(hall.work, hall.resolved) as some:
             first, more = await two_of_each(some)
             survivors = [first[0], more[0]]
-            stores = [hall.rigs[peer.identity.peer_id].snapshots for peer in survivors]
             await until(survivors[:1], lambda peer: guards(hall.rigs[peer.identity.peer_id]), 60)
             # One of the survivors holds nothing, and takes its own stage's snapshot from the other.
-            for name in stores[1].names:
-                stores[1].forget(name)
-            restart, begins_with = await come_back(some, hall, [first[1], more[1]], survivors)
-            assert any(len(cut.seats) == 2 for cut in hall.history()[restart.optimizer_step :])
-            history = hall.history()
-            before = [cut for cut in history if cut.round < restart.first_round]
-            snapshots = states_after(None, [*before, *hall.cuts()[len(before) :][:lag]], lag)[restart.optimizer_step]
-            for state, expected in zip(begins_with, snapshots, strict=True):
-                assert_alike(state.tensors, expected)
-            for rig in list(hall.rigs.values()):
-                await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
-                step, state = rig.trainer.optimizer_step, rig.trainer.state()
-                await until([rig.peer], lambda _, step=step: len(hall.history()) >= step + lag)
-                expected = states_after(begins_with, hall.history()[restart.optimizer_step :], lag)
-                assert step >= restart.optimizer_step + 2
-                assert_alike(state, expected[step][rig.stage])
-
-    anyio.run(run)
-
-
-def test_a_run_of_periods_goes_back_to_the_end_of_one(tmp_path):
-    async def run():
-        hall = hall_in(tmp_path, mode="periodic", inner_steps=2)
-        async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
-            survivors = [first[0], more[0]]
-            await until(survivors[:1], lambda peer: guards(hall.rigs[peer.identity.peer_id]), 60)
-            restart, _ = await come_back(some, hall, [first[1], more[1]], survivors)
-            assert restart.optimizer_step % EVERY == 0
+            forgetful = hall.rigs[more[0].identity.peer_id].snapshots
+            for name in forgetful.names:
+                forgetful.forget(name)
+            restart = await come_back(some, hall, [first[1], more[1]], survivors)
+            await hall.check(restart.optimizer_step + 3)
+            assert sum(len(cut.seats) == 2 for cut in hall.history()[restart.optimizer_step :]) > 0
 
     anyio.run(run)
 
@@ -163,7 +96,7 @@ def test_a_run_goes_back_twice(tmp_path):
             await until(peers[:1], lambda peer: peer.identity.peer_id in hall.rigs)
             guard = hall.rigs[peers[0].identity.peer_id]
             await until(peers[:1], lambda peer: guards(guard), 60)
-            first, _ = await come_back(some, hall, peers[1:], peers[:1])
+            first = await come_back(some, hall, peers[1:], peers[:1])
             newcomer = next(rig.peer for rig in hall.rigs.values() if rig.stage == 1)
             assert all(
                 name.optimizer_step <= first.optimizer_step or kept.round >= first.first_round
