@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 from torch import Tensor
 
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
@@ -399,12 +399,14 @@ class RoundDriver:
         later = [number for number, present in sorted(member.work.open.items()) if not present.is_drained]
         for number in later:
             await self._workplace.drain(number)
-        cut = member.adopting
-        if cut is not None and await self._sources.adopt(cut.root):
-            for number in later:
-                if number in member.work.open:
-                    member.work.void(number)
-            member.adopted(cut)
+        if (cut := member.adopting) is None:
+            return
+        if not await self._sources.adopt(cut.root):
+            raise NotServing("most stage-mates have weights that are far from this peer's")
+        for number in later:
+            if number in member.work.open:
+                member.work.void(number)
+        member.adopted(cut)
 
     def _cut_to_average(self) -> Cut | None:
         member = self.member
