@@ -265,8 +265,9 @@ class Agreeing:
             await self._context.changed.wait_for(partial(self._is_past, epoch))
             newest = self.membership.epoch
             log.info("epoch_begun term=%d number=%d seats=%d", newest.id.term, newest.id.number, len(newest.seats))
-            if newest.id.number == 0 and newest.restart != epoch.restart:
-                self.beginning = newest.restart  # by the key: the run was resumed, or went back
+            first = self.membership.epoch_of(newest.id._replace(number=0)) or newest
+            if newest.id.term != epoch.id.term and first.restart != epoch.restart:
+                self.beginning = first.restart  # the run was resumed, or has gone back, by the run key
             await self._keep()
 
     def _is_past(self, epoch: Epoch) -> bool:

@@ -25,6 +25,7 @@ from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
 RESOLVED = unparsed(HASH)
+NEW = Start()
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ class Town:
             raise CallError("no answer")
         return self.others
 
-    async def open(self, context, folder, start=Start()):
+    async def open(self, context, folder, start=NEW):
         folder.mkdir(exist_ok=True)
         transport = self.network.transport(context.identity.peer_id)
         part = await Agreeing.open(
@@ -142,7 +143,9 @@ async def test_peers_join_and_their_epochs_are_written_down(tmp_path):
     async with town() as some:
         context = context_of()
         part = await some.open(context, tmp_path)
-        assert EpochsFile(tmp_path, RUN.peer_id).read().newest == part.membership.epoch, "before anybody has heard of it"
+        assert EpochsFile(tmp_path, RUN.peer_id).read().newest == part.membership.epoch, (
+            "before anybody has heard of it"
+        )
         peer = await some.peer(0)
         await until(peer, lambda: 0 in peer.core.membership.stages)
         await until(part, lambda: part.membership.epoch.begun == (0,))

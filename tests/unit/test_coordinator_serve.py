@@ -104,14 +104,14 @@ async def test_who_resumes_looks_for_living_peers_first(tmp_path: Path, answers:
     KnownPeers(tmp_path).keep([PEER])
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     opened: Any = open_own
-    async with serve._open_where_it_was(tmp_path, opened, is_resumed=True) as dht:
+    async with serve._open_where_it_was(tmp_path, opened, can_begin=True) as dht:
         assert dht.addresses == ([PEER] if answers else ())
     assert tried[0] == [PEER]
     if not answers:
         with pytest.raises(
             UserError, match=r"has begun \(metrics.jsonl\), nobody answers at .* --resume, if there is one elsewhere"
         ):
-            async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+            async with serve._open_where_it_was(tmp_path, opened, can_begin=False):
                 pass
 
 
@@ -127,10 +127,10 @@ async def test_who_has_stopped_a_run_before_its_first_step_learns_how_to_begin_i
     (tmp_path / "metrics.jsonl").touch()
     opened: Any = open_own
     with pytest.raises(UserError, match=f"begin anew once {tmp_path / 'peers'} is removed"):
-        async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+        async with serve._open_where_it_was(tmp_path, opened, can_begin=False):
             pass
     (tmp_path / "peers").unlink()
-    async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+    async with serve._open_where_it_was(tmp_path, opened, can_begin=False):
         pass
 
 
