@@ -235,6 +235,7 @@ class Done(Statement):
         voids: how often it has given up what it had, since that was computed from other heads
         base: the heads of all stages that these were computed from
         receipts: the newest of each seat of stage 1
+        weight, loss_sum: of these samples, for people to see
     """
 
     round: int
@@ -242,6 +243,8 @@ class Done(Statement):
     samples: int
     base: Base
     receipts: tuple[Signed[Receipt], ...] = ()
+    weight: int = 0
+    loss_sum: float = 0.0
 
     @property
     def age(self) -> tuple[int, EpochId, int, int]:
@@ -313,7 +316,11 @@ class Log:
     @property
     def optimizer_step(self) -> int:
         """How many updates the weights have had."""
-        return self.restart.optimizer_step + self.next_round - self.restart.first_round
+        return self.optimizer_step_at(self.next_round)
+
+    def optimizer_step_at(self, number: int) -> int:
+        """How many updates the weights have had that embody the entry before a round."""
+        return self.restart.optimizer_step + number - self.restart.first_round
 
     @property
     def head(self) -> str:

@@ -311,7 +311,7 @@ class Member:
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
         if not (is_full and has_base and cut.is_within(self._context.most_weight)):
             return False
-        is_ours = cut.base[self.stage] == self.base(cut.round) and cut.root in ("", present.root or cut.root)
+        is_ours = cut.base[self.stage] == self.base(cut.round) and present.root in (None, cut.root)
         is_repeating = self.ledger is not None and cut.is_repeating(self.ledger)
         return is_ours and not is_repeating and all(each.base in ((), cut.base) for each in cut.brings)
 
@@ -423,7 +423,7 @@ class Member:
         return cast(Signed[S], self._signed[body])
 
     def _is_rooted(self, present: OpenRound) -> bool:
-        return present.is_rooted or self._context.is_rooted(present.number)
+        return present.is_rooted or self._context.is_rooted(self.log.optimizer_step_at(present.number))
 
     def _is_ready(self, present: OpenRound) -> bool:
         has_root = present.root is not None or not self._is_rooted(present)
@@ -459,8 +459,8 @@ class Member:
     def _counted(self, working: OpenRound, epoch: Epoch) -> Counted:
         made, number = working.computed, working.number
         receipts = tuple(receipt for _, receipt in sorted(made.receipts.items()))
-        samples = num_windows(made.samples)
-        done = Done(self.me, epoch.id, number, working.voids, samples, made.base, receipts)
+        done_so_far = working.voids, num_windows(made.samples), made.base, receipts, made.weight, made.loss_sum
+        done = Done(self.me, epoch.id, number, *done_so_far)
         granted = self.granted
         seen = granted.number if granted is not None and granted.reign == self.reign else 0
         wants = Wants(seen, self.reads, self.wants_slices, number, made.claimed, self.wants_samples, working.voids)

@@ -34,7 +34,7 @@ class RoundContext:
         most_weight: that one contribution may have, and samples
         lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
         averages: whether a round ends with an average
-        is_rooted: whether all members tell the root of the state that a round begins with
+        is_rooted: whether all members tell the root of the state of an optimizer step
         fills: whether counts fill the batch of a round
         believed: the samples of each author's count of a round that there are receipts for
         epoch_of: an epoch that was chosen, by its id
@@ -71,12 +71,14 @@ class Computed:
         claimed: samples that it has launched, at stage 0
         samples: as stage 0 knows them
         receipts: of seats of stage 1, at stage 0
+        loss_sum: at stage 0
         callers: samples by the seat of stage 0 that has sent them, at stage 1
     """
 
     base: Base = ()
     weight: int = 0
     claimed: int = 0
+    loss_sum: float = 0.0
     samples: list[WindowRange] = field(default_factory=list)
     receipts: dict[Seat, Signed[Receipt]] = field(default_factory=dict)
     callers: dict[Seat, int] = field(default_factory=dict)
@@ -158,13 +160,14 @@ class Work:
         weight: int,
         samples: Iterable[WindowRange] = (),
         receipt: Signed[Receipt] | None = None,
+        loss_sum: float = 0.0,
         caller: Seat | None = None,
         num_samples: int = 0,
     ) -> bool:
         """A microbatch of an open round was computed, and its gradient is kept; False if it must not be.
 
         Args:
-            samples, receipt: at stage 0
+            samples, receipt, loss_sum: at stage 0
             caller, num_samples: at stage 1: for whom it was computed
         """
         if not self.admits(number, base):
@@ -172,6 +175,7 @@ class Work:
         made = self.open[number].computed
         made.weight += weight
         made.samples += samples
+        made.loss_sum += loss_sum
         if receipt is not None:
             made.receipts[receipt.body.author] = receipt
         if caller is not None:

@@ -85,7 +85,7 @@ class Mover:
 
     async def rescue(self, replica: StageReplica) -> None:
         """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
-        lost = partial(watch_stages, self._context, replica.parts.swarm)
+        lost = partial(watch_stages, self._context, replica.parts.swarm.look)
         await self._move_to(replica, lost, lambda: True)
 
     async def _move_to(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -281,4 +282,10 @@ def _truth(data: object, _: Check) -> bool:
     return data
 
 
-_PLAIN: dict[Any, Reader] = {str: _text, int: _number, bool: _truth}
+def _real(data: object, _: Check) -> float:
+    if not isinstance(data, float) or not math.isfinite(data):
+        raise _Unfit(f"no finite number with a point: {data!r:.80}")
+    return data
+
+
+_PLAIN: dict[Any, Reader] = {str: _text, int: _number, float: _real, bool: _truth}

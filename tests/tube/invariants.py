@@ -36,7 +36,8 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore, StoredState, _read_stored
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.state.stored import StoredState, read_stored
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.round_reports import RoundReports, num_read_again
 from swarm_peer.runtime.step.settlement import StageGroup
@@ -574,7 +575,7 @@ class Invariants:
                 self._check_snapshot(HOST.get(), ref, stored)
 
     def _check_snapshot(self, host: Host, ref: SnapshotRef, stored: StoredState) -> None:
-        kept = _read_stored(stored)
+        kept = read_stored(stored)
         if kept is None:
             if not host.storage.has_failed:
                 self.tube.violation(f"{host} takes {ref} for damaged, and no fault has changed its file")

@@ -1504,7 +1504,7 @@ def clock(monkeypatch, swarm):
 
 
 def watch(peer):
-    return watch_stages(peer.context, peer.access)
+    return watch_stages(peer.context, peer.access.look)
 
 
 async def test_the_chosen_peer_moves_to_a_stage_that_stays_empty(swarm, clock):

@@ -43,6 +43,10 @@ RELAUNCH_PAUSE_S = 0.5
 ASKED_AHEAD = 1
 
 
+# Called with each microbatch that has counted: (round, tokens of shape (B, T+1), the names of its samples, its id).
+CountedHook = Callable[[int, torch.Tensor, Sequence[SampleId], bytes], None]
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Batch:
     """Samples that travel together, in as many launches as it takes.
@@ -67,7 +71,6 @@ class BatchLauncher:
 
     Attributes:
         validations: this seat's shares of the last validation losses
-        loss_sums: of what it has had counted, by round, for reports
         stopping: whether `stop` has been called, or the data cannot be read
         failure: why the data cannot be read, if so
     """
@@ -82,6 +85,7 @@ class BatchLauncher:
         view: Callable[[], SwarmView],
         validation: npt.NDArray[np.int32],
         look: Callable[[], None],
+        counted: CountedHook | None = None,
     ):
         """Make a launcher that has launched nothing.
 
@@ -89,9 +93,9 @@ class BatchLauncher:
             member: the seat's part in the protocol; None while it has no place
             validation: held-out samples, int32 of shape (N, T+1)
             look: has the core look soon at what was done
+            counted: called with each microbatch that has counted; for tests
         """
         self.validations: deque[Validation] = deque(maxlen=8)
-        self.loss_sums: dict[int, float] = {}
         self.stopping = False
         self.failure: UserError | None = None
         self._context = context
@@ -102,6 +106,7 @@ class BatchLauncher:
         self._view = view
         self._validation = validation
         self._look = look
+        self._counted_hook = counted
         self._timeout_s = self._manifest.limits.hop_timeout_s * max(self._manifest.stages.count - 1, 1)
         self._window = InFlightWindow(core.capacity.microbatches)
         self._waiting: list[_Batch] = []
@@ -183,17 +188,24 @@ class BatchLauncher:
         member = self._member()
         working = member.working if member is not None else None
         is_open = self._core.admission.is_open and working is not None
-        return working if is_open and working and working.number == self._core.rounds.current.number else None
+        if member is None or not is_open or working is None or working.number != self._core.rounds.current.number:
+            return None
+        optimizer_step = member.log.optimizer_step + working.number - member.log.next_round
+        return working if optimizer_step < self._manifest.training.steps else None
 
     def _is_due(self) -> bool:
         """Whether there is a microbatch to launch or to draw, or a validation to compute."""
-        if self._present() is None:
+        if (present := self._present()) is None or self._waits_for_first_peers(present):
             return False
         if self._validation_is_due():
             return True
         if self._in_flight >= self._most_in_flight or not self._has_room():
             return False
         return bool(self._waiting) or not self._is_drawing
+
+    def _waits_for_first_peers(self, present: OpenRound) -> bool:
+        is_first = present.number == 0
+        return is_first and self._view().fewest_serving() < self._manifest.stages.peers_to_start
 
     def _has_room(self) -> bool:
         member, place = self._member(), self._place()
@@ -269,10 +281,16 @@ class BatchLauncher:
                 raise RoundClosed(f"round {inside.number} is given up", inside.number + 1)
             num_samples = len(batch.samples)
             if not self._slices.counted(
-                present, batch.samples, base=result.base, weight=num_samples, receipt=result.receipt
+                present,
+                batch.samples,
+                base=result.base,
+                weight=num_samples,
+                loss_sum=result.loss_sum,
+                receipt=result.receipt,
             ):
                 raise RoundClosed(f"what was computed in round {inside.number} is void", inside.number)
-            self.loss_sums[inside.number] = self.loss_sums.get(inside.number, 0.0) + result.loss_sum
+            if self._counted_hook is not None:
+                self._counted_hook(inside.number, batch.tokens_BS, batch.samples, batch.id)
         seconds = self._context.clock.monotonic_s() - begin
         self._context.metrics.round_trip_seconds.observe(seconds)
         if speed := self._core.executor.samples_per_s:

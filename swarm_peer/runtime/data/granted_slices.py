@@ -118,6 +118,7 @@ class GrantedSlices:
         *,
         base: Base,
         weight: int,
+        loss_sum: float = 0.0,
         receipt: Signed[Receipt] | None = None,
     ) -> bool:
         """A microbatch came back. Returns False if it is of no use: its round is over, or it has another base.
@@ -129,7 +130,8 @@ class GrantedSlices:
         if member is None:
             return False
         ranges = (*ranges_of(samples), *self._ends())
-        if not member.work.computed(present.number, base, weight=weight, samples=ranges, receipt=receipt):
+        work = member.work
+        if not work.computed(present.number, base, weight=weight, samples=ranges, receipt=receipt, loss_sum=loss_sum):
             return False
         self._decided(samples, present.number)
         for item in ranges:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import isnan, nan
+from typing import Protocol
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
@@ -28,6 +29,41 @@ MAX_CHECKED = 256
 MAX_SHORT_BYTES = 1024
 MAX_MESSAGE_BYTES = 2**19
 MAX_MICROBATCH_BYTES = 2**16
+
+
+class Counts(Protocol):
+    """The counts that travel with microbatches.
+
+    Attributes:
+        author: this peer in its present life
+    """
+
+    author: Life
+
+    def signed_counts(self, max_bytes: int) -> tuple[SignedCount, ...]:
+        """Counts to send along."""
+
+    def merge(self, counts: Iterable[SignedCount]) -> int:
+        """Take counts that came along. Returns how many were left out."""
+
+    def saw_stranger(self, peer_id: str) -> None:
+        """Note that a peer exists which the directory does not know."""
+
+
+class NoCounts:
+    """No counts travel with microbatches. Callers that are not known yet are looked for."""
+
+    def __init__(self, author: Life, saw_stranger: Callable[[str], None]):
+        self.author = author
+        self.saw_stranger = saw_stranger
+
+    def signed_counts(self, max_bytes: int) -> tuple[SignedCount, ...]:
+        """None."""
+        return ()
+
+    def merge(self, counts: Iterable[SignedCount]) -> int:
+        """Take none."""
+        return 0
 
 
 class ProgressBook:

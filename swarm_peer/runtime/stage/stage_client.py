@@ -20,7 +20,7 @@ from swarm_peer.policy.view import Life, SwarmView
 from swarm_peer.protocol.log import Base, Receipt
 from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
+from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, Counts
 from swarm_peer.runtime.network.transport import Reply, Transport, check_body
 from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.wire.codecs import encoded_bytes
@@ -98,7 +98,7 @@ class StageClient:
         context: PeerContext,
         stage: int,
         transport: Transport,
-        progress: ProgressBook,
+        progress: Counts,
         view: Callable[[], SwarmView],
         agreed: AgreedWork | None = None,
     ):

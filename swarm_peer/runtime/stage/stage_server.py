@@ -20,7 +20,7 @@ from swarm_peer.policy.routing import num_callers
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, ProgressBook
+from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, Counts
 from swarm_peer.runtime.network.transport import Handler, Reply
 from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
@@ -51,7 +51,7 @@ class StageServer:
         *,
         context: PeerContext,
         core: ReplicaCore,
-        progress: ProgressBook,
+        progress: Counts,
         view: Callable[[], SwarmView],
         serves: Callable[[str, int], bool],
         agreed: AgreedWork | None = None,

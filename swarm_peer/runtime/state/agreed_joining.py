@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import anyio
 
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, NotServing
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.state.agreed_states import StageSources
 
@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 # Between two tries to take over a state. The root of one is named when a round ends, so it may take some.
 PAUSE_S = 1.0
+# A peer that moves tries for so long to take over a state, while it serves its own stage.
+PREPARING_S = 60.0
 
 
 async def join(
@@ -27,22 +29,45 @@ async def join(
     """
     core = agreement.core
     core.membership.desired |= {stage}
-    prepared_for = None
     while stage not in core.membership.stages:
         # A state of before the run went back is of no use any more.
-        if core.epoch.roster(stage) and prepared_for != core.epoch.restart:
-            agreement.ask_for_log(stage)
-            restart = core.epoch.restart
+        if core.epoch.roster(stage) and stage not in core.membership.prepared:
             try:
-                taken = await sources.state()
+                await _take_state(agreement, stage, sources)
             except CallError as error:
-                explain(str(error))
+                explain(f"waits to join stage {stage}: {error}")
                 log.info("state_not_taken stage=%d reason=%s", stage, error)
-            else:
-                known = core.told.get(stage)
-                if known is not None and known.restart == restart == core.epoch.restart:
-                    core.prepare(stage, known, taken.state, (), taken.ledger)
-                    prepared_for = restart
         agreement.look()
         with anyio.move_on_after(PAUSE_S):
             await agreement.changed.wait_for(lambda: stage in core.membership.stages)
+
+
+async def prepare(agreement: Agreement, stage: int, sources: StageSources) -> None:
+    """Take over the state of a stage, for a place that this peer will wish for later.
+
+    Raises:
+        CallError: nobody gives it
+    """
+    core, tried_s = agreement.core, 0.0
+    core.preparing |= {stage}
+    try:
+        while stage not in core.membership.prepared:
+            try:
+                await _take_state(agreement, stage, sources)
+            except CallError:
+                if (tried_s := tried_s + PAUSE_S) > PREPARING_S:
+                    raise
+                await anyio.sleep(PAUSE_S)
+    finally:
+        core.preparing -= {stage}
+
+
+async def _take_state(agreement: Agreement, stage: int, sources: StageSources) -> None:
+    core = agreement.core
+    agreement.ask_for_log(stage)
+    restart = core.epoch.restart
+    taken = await sources.state()
+    known = core.told.get(stage)
+    if known is None or known.restart != restart or core.epoch.restart != restart:
+        raise NotServing("the run has gone back meanwhile")
+    core.prepare(stage, known, taken.state, (), taken.ledger)

@@ -10,7 +10,7 @@ from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import choose_mover
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.network.swarm_access import Look
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,9 @@ JOINER_PATIENCE = 20
 JOINER_BYTES_PER_S = 5e6
 
 
-async def watch_stages(context: PeerContext, swarm: SwarmAccess) -> int:
+async def watch_stages(context: PeerContext, look: Look) -> int:
     """Wait until a stage has lost its peers and this peer is chosen to move there. Returns the stage."""
-    manifest, me = context.resolved.manifest, swarm.transport.peer_id
+    manifest, me = context.resolved.manifest, context.identity.peer_id
 
     def joining_s(stage: int) -> float:
         """How long a peer has to join a lost stage."""
@@ -40,7 +40,7 @@ async def watch_stages(context: PeerContext, swarm: SwarmAccess) -> int:
     while True:
         await anyio.sleep(patience_s / 4)
         # This peer polls some of the stages for its work anyway.
-        view = await swarm.look(range(context.resolved.num_stages), max_age_s=patience_s / 4)
+        view = await look(range(context.resolved.num_stages), max_age_s=patience_s / 4)
         now = context.clock.monotonic_s()
         empty = view.empty_stages()
         empty_since = {stage: empty_since.get(stage, now) for stage in empty}

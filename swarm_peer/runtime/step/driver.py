@@ -98,8 +98,8 @@ class Workplace(Protocol):
     async def apply(self, averages: Sequence[Tensor]) -> None:
         """Update the weights; with no averages, as a round ends that has none."""
 
-    async def root(self) -> str:
-        """The root of the state."""
+    async def root(self, standing: SeatWeights) -> str:
+        """The root of the state, whose weights are these."""
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
@@ -167,12 +167,14 @@ class RoundDriver:
         sources: Sources,
         changed: Condition,
         ended: Callable[[Committed], None] = lambda committed: None,
+        lost: Callable[[list[Contribution]], None] = lambda lost: None,
     ):
         """Make a driver that has done nothing.
 
         Args:
             changed: notified whenever the core may ask for something else
             ended: told of each entry that was applied
+            lost: given the list of contributions that no entry holds, to be told of and emptied
         """
         self.gradients = NamedGradients()
         self.updates: dict[str, list[Tensor]] = {}
@@ -184,6 +186,7 @@ class RoundDriver:
         self._sources = sources
         self._changed = changed
         self._ended = ended
+        self._lost = lost
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
         # Of cuts, by their hashes, with their rounds: one of them becomes an entry.
@@ -196,6 +199,8 @@ class RoundDriver:
         self._served: Member | None = None
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
+        # Held during each step: what leaves takes the same work out of the accumulator.
+        self._working = anyio.Lock()
 
     @property
     def member(self) -> Member | None:
@@ -207,8 +212,10 @@ class RoundDriver:
         async with anyio.create_task_group() as self._tasks:
             while True:
                 await self._changed.wait_for(lambda: self._next() is not None)
-                if (step := self._next()) is not None:
-                    await self._try(step)
+                async with self._working:
+                    if (step := self._next()) is not None:
+                        await self._try(step)
+                        self._tell_lost()
                     self._agreement.look()
 
     async def _try(self, step: Callable[[], Awaitable[None]]) -> None:
@@ -260,8 +267,15 @@ class RoundDriver:
 
     # --- from one entry to the next
 
+    def _tell_lost(self) -> None:
+        if self._served is not None and self._served.work.lost and not self._is_leaving:
+            self._lost(self._served.work.lost)
+
     async def _leave_place(self) -> None:
         self._shut()
+        if (former := self._served) is not None:
+            former.work.give_up(former.log.next_round)
+            self._tell_lost()
         self._served = None
 
     async def _begin(self) -> None:
@@ -423,18 +437,20 @@ class RoundDriver:
     async def leave(self) -> list[Contribution]:
         """Let nothing in any more. Returns what stage-mates may bring in this seat's place; it is held here."""
         self._is_leaving = True
-        member = self._member()
-        self._shut()
-        for number, present in sorted(member.work.open.items()):
-            if not present.is_drained:
-                await self._workplace.drain(number)
-                await self._hold(member, number)
-        return member.to_hand_over()
+        async with self._working:
+            if (member := self.member) is None:
+                return []
+            self._shut()
+            for number, present in sorted(member.work.open.items()):
+                if not present.is_drained:
+                    await self._workplace.drain(number)
+                    await self._hold(member, number)
+            return member.to_hand_over()
 
     async def _tell_root(self) -> None:
         member = self._member()
-        state = member.state
-        member.rooted(state, await self._workplace.root())
+        standing = self._seat_weights(member)
+        member.rooted(standing.entry, await self._workplace.root(standing))
 
     async def _adopt(self) -> None:
         member = self._member()

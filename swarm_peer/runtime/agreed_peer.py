@@ -1,0 +1,378 @@
+"""A peer of a run: it opens and closes replicas of stages, moves from one to the next, and leaves."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+import torch
+
+from swarm_peer.errors import CallError, HubFailed, NotAdmitted, UserError
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
+from swarm_peer.protocol.epochs import Certified
+from swarm_peer.runtime.agreed_assembly import PeerParts
+from swarm_peer.runtime.agreed_mover import Mover
+from swarm_peer.runtime.agreed_replica import Replica
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.batch_launcher import CountedHook
+from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
+from swarm_peer.runtime.host.preemption import wait_for_notice
+from swarm_peer.runtime.host.preparation import free_device_memory, in_words
+from swarm_peer.runtime.host.processes import first_error
+from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.network.agreement import Agreement, find_epochs
+from swarm_peer.runtime.network.assignments import wait_for_end
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.members import RunMembers
+from swarm_peer.runtime.network.peer_addresses import metrics_address
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
+from swarm_peer.wire.agreement import Statements
+
+log = logging.getLogger(__name__)
+
+# Peers that one which nobody can dial keeps connections to.
+MOST_DIALLED = 256
+# A leaving peer has this long to tell others that it is gone.
+GOODBYE_S = 5.0
+# Others are asked for the run's epochs for so long, and after such a pause once more.
+FIND_EPOCHS_S = 10.0
+FIND_PAUSE_S = 1.0
+
+
+class Peer:
+    """Takes part in a run, in one stage after the other, with one id and its connections.
+
+    While it moves it may have two replicas: the one that serves, and the next one, which gets its state meanwhile.
+    Belongs to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        dht: SwarmDHT,
+        transport: Transport,
+        device: torch.device,
+        device_thread: DeviceThread,
+        counted: CountedHook | None = None,
+    ):
+        """Make a peer without replicas.
+
+        Args:
+            device: that it computes on
+            device_thread: uses the device; the peer stops it at its end
+            counted: told of each microbatch that the peer counts at stage 0; for tests
+        """
+        self._context = context
+        self._manifest = context.resolved.manifest
+        self._options = context.options
+        self._dht = dht
+        self._transport = transport
+        self._metrics = context.metrics
+        self._counted = counted
+        self._me = context.identity.peer_id
+        self._lifecycle = Lifecycle(context.clock)
+        self._device = device
+        self._device_thread = device_thread
+        self._directory = Directory(
+            manifest=self._manifest,
+            dht=dht,
+            clock=context.clock,
+            metrics=context.metrics,
+            changed=context.changed,
+            describe_self=self._describe,
+            device=in_words(device),
+        )
+        dht.dial_by(self._directory.addresses_of)
+        self._members = RunMembers(context=context, directory=self._directory, dht=dht)
+        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
+        self._mover: Mover | None = None
+        self._replica: Replica | None = None  # the one that serves, or is to serve next
+        self._moved_from = UNDECIDED
+        self._failure: UserError | None = None
+
+    def _describe(self) -> PeerView:
+        """This peer as it announces itself."""
+        lifecycle, replica, mover = self._lifecycle, self._replica, self._mover
+        about = PeerView(
+            peer_id=self._me,
+            stage=UNDECIDED,
+            state=lifecycle.state,
+            name=self._options.name or "",
+            movable=self._options.stage == "auto" if mover is None else mover.movable,
+            note=lifecycle.note,
+            memory_bytes=self._options.max_memory or 0,
+            too_large=self._context.too_large,
+            since_s=lifecycle.since_s,
+            moved_from=self._moved_from,
+            moving_to=UNDECIDED if mover is None else mover.moving_to,
+            is_reachable=self._dht.is_reachable,
+            metrics_address=metrics_address(
+                self._options.metrics_host, self._options.metrics_port, self._dht.addresses
+            ),
+        )
+        return about if replica is None else replica.describe(about)
+
+    async def run(self, stage: int, ended: anyio.Event) -> None:
+        """Take part in the run, until it is over for this peer.
+
+        Args:
+            stage: the stage to serve first
+            ended: set when the peer is told to end
+
+        Raises:
+            UserError: this machine has no memory for the stage, or cannot read its data
+        """
+
+        async def end() -> None:
+            await ended.wait()
+            self._lifecycle.end()
+
+        await self._transport.serve(self._dispatcher, self._directory.drop, self._members.known)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for watch in (end, self._dht.watch, self._watch_event_loop, self._leave_on_notice, self._look_for_end):
+                    tasks.start_soon(watch)
+                tasks.start_soon(self._device_thread.watch)
+                tasks.start_soon(self._look_for_revocations)
+                tasks.start_soon(self._keep_dialling)
+                if (first := await self._find_epochs()) is not None:
+                    parts = self._make_parts(first)
+                    tasks.start_soon(parts.agreement.run)
+                    await self._stay_in_stages(parts, stage)
+                if self._failure is not None:
+                    raise self._failure
+                tasks.cancel_scope.cancel()
+        finally:
+            self._device_thread.stop()
+
+    # --- the run's epochs
+
+    async def _find_epochs(self) -> list[Certified] | None:
+        """Ask for the run's epochs until somebody knows them; None if this peer is told to end meanwhile."""
+        statements = Statements(self._context.run_id, self._context.identity)
+        has_complained = False
+        while not self._lifecycle.has_ended:
+            await self._directory.announce()  # others answer those alone who take part
+            known = sorted(await self._whom_to_ask() - {self._me})
+            found = await find_epochs(self._transport, statements, self._context.resolved.hash, known, FIND_EPOCHS_S)
+            if found:
+                return found
+            self._lifecycle.explain("waits for the coordinator, or any peer, to say who takes part in the run")
+            if not has_complained:
+                log.warning("waiting reason=%s asked=%d", self._lifecycle.note, len(known))
+            has_complained = True
+            with anyio.move_on_after(FIND_PAUSE_S):
+                await self._lifecycle.ended.wait()
+        return None
+
+    async def _whom_to_ask(self) -> set[str]:
+        asked = {self._context.run_id}  # the first coordinator's identity often is the run's key
+        try:
+            view = await self._directory.refresh(range(self._manifest.stages.count))
+            asked |= {peer.peer_id for peer in view.peers}
+            asked |= {term.coordinator for term in await self._dht.fetch_coordination(self._context.run_id)}
+        except CallError as error:
+            log.info("run_not_seen reason=%s", error)
+        return asked
+
+    def _make_parts(self, first: list[Certified]) -> PeerParts:
+        context = self._context
+        # Two lives may begin in the same millisecond, and somebody may set the clock back.
+        life = max(int(context.clock.unix_s() * 1000), self._directory.serial + 1)
+        agreement = Agreement(
+            context=context,
+            transport=self._transport,
+            life=life,
+            first=first,
+            acquaintances=lambda: [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me],
+        )
+        snapshots = NamedSnapshots(
+            clock=context.clock,
+            threads=context.threads,
+            storage=context.storage,
+            is_member=self._members.include,
+            restart=lambda: agreement.core.epoch.restart,
+        )
+        self._dispatcher.add(None, snapshots.calls | agreement.calls)
+        parts = PeerParts(
+            context=context,
+            device=self._device,
+            device_thread=self._device_thread,
+            dht=self._dht,
+            transport=self._transport,
+            dispatcher=self._dispatcher,
+            directory=self._directory,
+            snapshots=snapshots,
+            agreement=agreement,
+        )
+        self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)
+        return parts
+
+    # --- stays in stages
+
+    async def _stay_in_stages(self, parts: PeerParts, stage: int) -> None:
+        assert self._mover is not None
+        self._replica = await self._open(parts, stage)
+        while self._replica is not None and (next_stage := await self._stay(self._replica, self._mover)) is not None:
+            await self._begin_stay(parts, self._mover, next_stage)
+
+    async def _keep_dialling(self) -> None:
+        """While others cannot dial this peer, dial them: they call it over the connections that it has made."""
+        while True:
+            await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
+            if self._dht.is_reachable is False:
+                others = [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me]
+                await self._dht.dial(others[:MOST_DIALLED])
+
+    async def _look_for_revocations(self) -> None:
+        """Learn what the run's operator revokes; raise UserError if this peer may not take part any more."""
+        passes = self._dht.passes
+        while not passes.is_open:
+            await self._dht.learn_revocations(self._context.run_id)
+            try:
+                passes.check_own(self._me)
+            except NotAdmitted as error:
+                raise UserError(str(error)) from None
+            await self._directory.drop_revoked()
+            await anyio.sleep(self._manifest.limits.announcement_s)
+
+    async def _open(self, parts: PeerParts, stage: int) -> Replica | None:
+        """Make a replica of a stage, which may read from the hub. Returns None if this peer is told to end meanwhile.
+
+        Raises:
+            UserError: this machine has no memory for the stage, or cannot read its data
+        """
+        replica = None
+        with first_error():
+            async with anyio.create_task_group() as tasks:
+
+                async def give_up() -> None:
+                    await self._lifecycle.ended.wait()
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(give_up)
+                replica = await Replica.open(parts, stage, self._counted)
+                tasks.cancel_scope.cancel()
+        return replica
+
+    async def _stay(self, replica: Replica, mover: Mover) -> int | None:
+        """Serve the stage of the present replica until this peer leaves it, and close the replica.
+
+        Returns:
+            the stage that this peer moves to; None if it leaves for good
+        """
+        replica.start_answering()
+        self._metrics.stage.set(replica.stage)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(replica.work, self._lifecycle.explain, self._cannot_read)
+            async with anyio.create_task_group() as followers:
+                followers.start_soon(self._follow_place, replica, mover)
+                await self._lifecycle.stop.wait()
+                followers.cancel_scope.cancel()
+            await self._leave(replica)
+            tasks.cancel_scope.cancel()
+        await replica.close()
+        self._moved_from = replica.stage
+        return self._lifecycle.next_stage
+
+    async def _begin_stay(self, parts: PeerParts, mover: Mover, stage: int) -> None:
+        """Begin to serve the next stage, with the replica that has been prepared for it or with a new one.
+
+        There is none if this peer is to end before it is made.
+        """
+        # The stage that was left has to be out of memory before the next one is made.
+        self._replica = mover.take_prepared()
+        await self._context.threads.run(free_device_memory, self._device)
+        began_s = self._context.clock.monotonic_s()
+        while self._replica is None and not self._lifecycle.has_ended:
+            try:
+                self._replica = await self._open(parts, stage)
+            except HubFailed as error:  # this peer has left its stage, and would leave the run
+                if self._context.clock.monotonic_s() - began_s >= HUB_PATIENCE_S:
+                    raise
+                log.warning("waiting stage=%d reason=%s", stage, error)
+                with anyio.move_on_after(HUB_PAUSE_S):
+                    await self._lifecycle.ended.wait()
+        if self._replica is None:
+            return
+        if self._moved_from == stage:
+            self._moved_from = UNDECIDED
+        self._lifecycle.begin_stay()
+
+    async def _follow_place(self, replica: Replica, mover: Mover) -> None:
+        """Announce that the replica serves whenever it has a place and weights, and look for moves meanwhile."""
+        while True:
+            await self._directory.announce()
+            async with self._directory.kept_fresh(range(self._manifest.stages.count)):
+                await self._context.changed.wait_for(lambda: replica.is_serving)
+            self._lifecycle.enter(PeerState.SERVING)
+            since = self._directory.serial + 1
+            await self._directory.announce()
+            step = replica.step
+            text = "serving stage=%d round=%d optimizer_step=%d"
+            log.info(text, replica.stage, step.round_number, step.optimizer_step)
+            async with self._directory.kept_fresh(replica.stages_of_interest), anyio.create_task_group() as tasks:
+                tasks.start_soon(mover.rescue, replica)
+                if self._options.stage == "auto":
+                    tasks.start_soon(mover.obey, replica, since)
+                await self._context.changed.wait_for(lambda: not replica.has_place)
+                tasks.cancel_scope.cancel()
+            self._lifecycle.enter(PeerState.JOINING)
+
+    def _cannot_read(self, error: UserError) -> None:
+        """Leave for good, as upon a signal: what this peer has computed is handed over before the error ends it."""
+        log.error("leaving reason=%s", error)
+        self._failure = error
+        self._lifecycle.end()
+
+    async def _leave(self, replica: Replica) -> None:
+        """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""
+        with anyio.move_on_after(self._options.grace_s / 2):
+            await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
+        is_serving = self._lifecycle.state is PeerState.SERVING
+        if is_serving and self._lifecycle.has_ended and not self._metrics.run_is_over and not replica.stage_mates():
+            text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
+            log.warning(text, replica.stage)
+        self._lifecycle.enter(PeerState.DRAINING)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._directory.announce)
+            await replica.leave()
+        self._lifecycle.enter(PeerState.LEFT)
+        with anyio.move_on_after(GOODBYE_S):
+            await self._directory.announce()
+        log.info("left stage=%d round=%d", replica.stage, replica.step.round_number)
+
+    def _is_awaited(self, stage: int) -> bool:
+        """Whether a peer is joining this stage and has nobody but this one to get its state from."""
+        others = {peer.state for peer in self._directory.view.in_stage(stage) if peer.peer_id != self._me}
+        is_alone = PeerState.SERVING not in others
+        return self._lifecycle.state is PeerState.SERVING and is_alone and PeerState.JOINING in others
+
+    async def _look_for_end(self) -> None:
+        """Stop when the run's key says that the run is over."""
+
+        def is_due() -> bool:
+            return self._replica is not None and self._replica.is_finished
+
+        log.info("run_ended reason=%s", await wait_for_end(self._dht, self._context.run_id, is_due))
+        self._metrics.run_is_over = True
+        self._lifecycle.end()
+
+    async def _leave_on_notice(self) -> None:
+        """Stop when the cloud says that it takes this instance away."""
+        if self._options.preemption_notice != "none":
+            notice = await wait_for_notice(self._options.preemption_notice, failed=self._metrics.notice_failures.inc)
+            log.warning("leaving reason=spot notice: %s", notice)
+            self._lifecycle.end()
+
+    async def _watch_event_loop(self) -> None:
+        """Measure how late timers fire: whatever blocks the event loop holds up all traffic."""
+        while True:
+            begin = self._context.clock.monotonic_s()
+            await anyio.sleep(0.5)
+            self._metrics.event_loop_lag_seconds.set(self._context.clock.monotonic_s() - begin - 0.5)

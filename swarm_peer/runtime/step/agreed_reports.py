@@ -1,0 +1,96 @@
+"""Tells of the rounds that have ended at one seat: in the log, in the metrics, and to the coordinator."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from swarm_peer.model.round_strategy import StepResult
+from swarm_peer.policy.data.ranges import num_windows
+from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.log import Committed, Contribution
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.wire.records import MAX_REPORTS, RoundReport
+
+log = logging.getLogger(__name__)
+
+
+class AgreedReports:
+    """Reports rounds. Belongs to the event loop's thread.
+
+    Args:
+        result: how the update of the round that has just ended went
+
+    Attributes:
+        finished: the rounds that ended here lately; of stage 0 alone
+    """
+
+    def __init__(self, *, context: PeerContext, stage: int, result: Callable[[], StepResult | None]):
+        self.finished: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
+        self._clock = context.clock
+        self._metrics = context.metrics
+        self._manifest = context.resolved.manifest
+        self._stage = stage
+        self._result = result
+        self._began_s = context.clock.monotonic_s()
+
+    def begin(self, optimizer_step: int) -> None:
+        """Begin with weights that this seat has not made itself."""
+        self._began_s = self._clock.monotonic_s()
+        # These may not have been published yet.
+        still_true = [report for report in self.finished if report.optimizer_step <= optimizer_step]
+        self.finished.clear()
+        self.finished.extend(still_true)
+
+    def ended(self, committed: Committed, restart: Restart) -> None:
+        """Report a round whose update the weights have now."""
+        cut, result = committed.entry.cut, self._result()
+        counts = [signed.body for signed in committed.close.counts]
+        # Where rounds end without an average, the entry that has one holds the samples of all of them.
+        is_each_held = self._manifest.averaging.steps_per_average == 1
+        samples = num_windows(cut.samples) if is_each_held else sum(each.samples for each in counts)
+        weight = sum(each.weight for each in (cut.brings if is_each_held else counts))
+        loss = self._mean_loss(sum(each.loss_sum for each in counts), sum(each.weight for each in counts))
+        now_s = self._clock.monotonic_s()
+        seconds, self._began_s = now_s - self._began_s, now_s
+        optimizer_step = restart.optimizer_step + cut.round + 1 - restart.first_round
+        if self._stage == 0:
+            self.finished.append(
+                RoundReport(
+                    round_number=cut.round, optimizer_step=optimizer_step, samples=samples, loss=loss, seconds=seconds
+                )
+            )
+        if cut.averages and not weight:
+            log.error("update_skipped round=%d reason=all gradients are lost", cut.round)
+        elif result is not None and result.skipped and cut.averages:
+            log.error("update_skipped round=%d reason=the averaged gradient is not finite", cut.round)
+        self._metrics.loss.set(loss)
+        log.info(
+            "step_done optimizer_step=%d loss=%.4f %s=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
+            optimizer_step,
+            loss,
+            "targets" if self._manifest.data.has_targets else "samples",
+            weight,
+            seconds,
+            0.0 if result is None else result.grad_norm,
+            0.0 if result is None else result.learning_rate,
+        )
+
+    def _mean_loss(self, loss_sum: float, weight: int) -> float:
+        """The mean loss of the targets that have counted, in nats per token.
+
+        The loss of a sample is a sum over its targets, divided by the length that all samples have.
+        """
+        data = self._manifest.data
+        num_samples = weight / data.sequence_length if data.has_targets else weight
+        return loss_sum / num_samples if num_samples else 0.0
+
+    def lose(self, lost: list[Contribution]) -> None:
+        """Report work that no update will hold, and forget it. Others read its samples again."""
+        for contribution in lost:
+            num_samples = num_windows(contribution.samples) or contribution.weight
+            self._metrics.lost_samples.inc(num_samples)
+            text = "samples_given_up samples=%d round=%d reason=no entry holds them: they are read again"
+            log.info(text, num_samples, contribution.name.round)
+        lost.clear()
