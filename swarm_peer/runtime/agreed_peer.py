@@ -20,7 +20,7 @@ from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
-from swarm_peer.runtime.network.agreement import Agreement, find_epochs
+from swarm_peer.runtime.network.agreement import Agreement, find_epochs, ticket_of
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
@@ -189,6 +189,7 @@ class Peer:
             transport=self._transport,
             life=life,
             first=first,
+            ticket=ticket_of(self._dht.passes, self._me),
             acquaintances=lambda: [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me],
         )
         snapshots = NamedSnapshots(
