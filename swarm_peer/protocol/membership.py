@@ -392,13 +392,13 @@ class Membership:
 
     # --- the run key
 
-    def announce_by_key(self, places: Iterable[Place], restart: Restart) -> list[Sent]:
+    def announce_by_key(self, places: Iterable[Place], restart: Restart, least_term: int = 0) -> list[Sent]:
         """Begin a term with the run key, which this process has to hold: the run goes on with these places, from there.
 
         Returns:
             what to send
         """
-        places, new_id = tuple(places), EpochId(self.epoch.id.term + 1, self.me, 0)
+        places, new_id = tuple(places), EpochId(max(self.epoch.id.term + 1, least_term), self.me, 0)
         begun = tuple(sorted({place.stage for place in places} - {COORDINATORS}))
         self._announce_as_key(Epoch(new_id, places, restart, begun))
         return self._take_out()

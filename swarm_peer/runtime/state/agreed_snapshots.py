@@ -21,7 +21,7 @@ from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.log import Close, Committed, Log
 from swarm_peer.protocol.statements import Snapshot
-from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.context import PeerContext, Threads
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
@@ -46,6 +46,32 @@ def named(agreement: Agreement, state: StageState, committed: Committed) -> Name
     """A state with the entry that names it. The close goes: that the round was over says nothing about its root."""
     proof = committed._replace(close=Close(committed.close.round, ()))
     return NamedState(proof, replace(state, entry=agreement.statements.encode(proof)))
+
+
+async def checked(
+    agreement: Agreement, threads: Threads, stage: int, state: StageState, *, is_certified: bool = False
+) -> NamedState:
+    """A snapshot that somebody gives, or that was read from a file, if it is what its entry says.
+
+    Args:
+        is_certified: whether its certificate must be known to be good. A name that voters have chosen is enough
+
+    Raises:
+        InvalidMessage: it is not
+    """
+    committed = await threads.run(agreement.statements.decode, Committed, state.entry)
+    entry, cut = committed.entry, committed.entry.cut
+    fits = cut.stage == stage and (cut.round, cut.parent) == (state.round_number, state.history_hash)
+    if not fits or not cut.root or await threads.run(root_of, dict(state.tensors), state.ledger) != cut.root:
+        raise InvalidMessage(f"a state that is not what the entry of round {cut.round} of stage {cut.stage} names")
+    epoch = agreement.core.membership.epoch_of(cut.epoch)
+    if epoch is None and is_certified:
+        raise InvalidMessage(f"a snapshot of epoch {cut.epoch.number}, which this peer does not know")
+    if epoch is not None:
+        claimed = Log(stage, epoch.restart).optimizer_step_at(cut.round)
+        if claimed != state.optimizer_step or not entry.is_agreed(committed.agreement, epoch):
+            raise InvalidMessage(f"a snapshot whose entry was not committed at optimizer step {claimed}")
+    return NamedState(committed, state)
 
 
 class SnapshotTaker:
@@ -83,7 +109,7 @@ class SnapshotTaker:
         """
 
         async def check(state: StageState) -> None:
-            found = await self._checked(stage, state)
+            found = await checked(self._agreement, self._context.threads, stage, state)
             if found.name.entry != entry:
                 raise InvalidMessage(f"a snapshot of the name {found.name.entry}; wanted {entry[:40]}")
             await take(found)
@@ -116,7 +142,7 @@ class SnapshotTaker:
         copied: list[NamedState] = []
 
         async def check(state: StageState) -> None:
-            found = await self._checked(stage, state, is_certified=True)
+            found = await checked(self._agreement, self._context.threads, stage, state, is_certified=True)
             cut = found.committed.entry.cut
             if like is not None and (cut.round, cut.base) != (like.entry.cut.round, like.entry.cut.base):
                 raise InvalidMessage(f"a snapshot of round {cut.round} of another part of the run")
@@ -148,30 +174,6 @@ class SnapshotTaker:
             take=take,
             are_holders=True,
         )
-
-    async def _checked(self, stage: int, state: StageState, *, is_certified: bool = False) -> NamedState:
-        """A snapshot that somebody gives, or that was read from a file, if it is what its entry says.
-
-        Args:
-            is_certified: whether its certificate must be known to be good. A name that voters have chosen is enough
-
-        Raises:
-            InvalidMessage: it is not
-        """
-        threads = self._context.threads
-        committed = await threads.run(self._agreement.statements.decode, Committed, state.entry)
-        entry, cut = committed.entry, committed.entry.cut
-        fits = cut.stage == stage and (cut.round, cut.parent) == (state.round_number, state.history_hash)
-        if not fits or not cut.root or await threads.run(root_of, dict(state.tensors), state.ledger) != cut.root:
-            raise InvalidMessage(f"a state that is not what the entry of round {cut.round} of stage {cut.stage} names")
-        epoch = self._agreement.core.membership.epoch_of(cut.epoch)
-        if epoch is None and is_certified:
-            raise InvalidMessage(f"a snapshot of epoch {cut.epoch.number}, which this peer does not know")
-        if epoch is not None:
-            claimed = Log(stage, epoch.restart).optimizer_step_at(cut.round)
-            if claimed != state.optimizer_step or not entry.is_agreed(committed.agreement, epoch):
-                raise InvalidMessage(f"a snapshot whose entry was not committed at optimizer step {claimed}")
-        return NamedState(committed, state)
 
 
 def holdings(agreement: Agreement, snapshots: NamedSnapshots, lag: int) -> tuple[int, int, frozenset[Snapshot]]:
