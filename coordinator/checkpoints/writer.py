@@ -324,7 +324,7 @@ class CheckpointWriter:
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states = await self._fetch_all(transport, stages, weights)
                 await self._write(weights, states)
-                if self._names is not None:
+                if self._names is not None and not self._is_last(optimizer_step):
                     await self._names.saved(states)
                 del states
                 self._done.add((optimizer_step, created_at_round))
@@ -383,9 +383,13 @@ class CheckpointWriter:
             stages.insert(0, stage)
             states[stage] = await self._fetch(transport, stage, weights)
         found = [states[stage] for stage in sorted(states)]
-        if self._names is not None:
+        if self._names is not None and not self._is_last(weights.first_optimizer_step):
             await self._names.check_together(found)
         return found
+
+    def _is_last(self, optimizer_step: int) -> bool:
+        """Whether no round begins with the weights of a step, so that no entry names them."""
+        return optimizer_step >= self._manifest.training.steps
 
     async def _write(self, weights: Timeline, states: Sequence[StageState]) -> None:
         """Put the states of all stages into the store.
@@ -421,25 +425,25 @@ class CheckpointWriter:
         # Peers of the stage first; peers of other stages may keep its state, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
         donors = [peer.peer_id for peer in peers]
-        names, created_at_round = self._names, weights.created_at_round
+        created_at_round = weights.created_at_round
         call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=created_at_round)
-        if names is not None:
+        names = None
+        if self._names is not None:
+            # The weights of the last step are given as those of a replica.
+            names = None if self._is_last(weights.first_optimizer_step) else self._names
+            step = None if names is None else weights.first_optimizer_step
             call = StateIndexCall(
-                manifest=self._resolved.hash,
-                of_stage=stage,
-                min_round=created_at_round,
-                optimizer_step=weights.first_optimizer_step,
+                manifest=self._resolved.hash, of_stage=stage, min_round=created_at_round, optimizer_step=step
             )
         optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
         room = self._receiver.of_stage(stage)
 
         async def take(state: StageState) -> None:
             await room.check(state)
-            if names is None:
-                return
-            if state.round_number != created_at_round:
-                raise InvalidMessage(f"a snapshot of round {state.round_number}; wanted {created_at_round}")
-            await names.check(stage, state)
+            if self._names is not None and state.round_number != created_at_round:
+                raise InvalidMessage(f"a state of round {state.round_number}; wanted {created_at_round}")
+            if names is not None:
+                await names.check(stage, state)
 
         state = await fetch_state(
             transport,
@@ -452,4 +456,4 @@ class CheckpointWriter:
             room=room,
             are_holders=names is not None,
         )
-        return state.at_beginning_of(weights) if names is None else state
+        return state.at_beginning_of(weights) if self._names is None else state
