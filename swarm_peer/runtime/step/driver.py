@@ -394,15 +394,18 @@ class RoundDriver:
         self._opened = None
 
     async def _open(self) -> None:
-        if (to_open := self._to_open(self._member())) is None:
+        member = self._member()
+        if (to_open := self._to_open(member)) is None:
             self._shut()
-        else:
-            if not self._member().work.open[to_open[0]].computed.weight:
-                # The accumulator may hold what came too late for the round before, or what was given up.
-                await self._workplace.discard()
-                self.gradients.drop(Name(self._member().me, to_open[0]))
-            self._opened = to_open
-            self._workplace.open(to_open[0], self._seat_weights(self._member()))
+            return
+        if not member.work.open[to_open[0]].computed.weight:
+            # The accumulator may hold what came too late for the round before, or what was given up.
+            await self._workplace.discard()
+            if self.member is not member or self._to_open(member) != to_open:
+                return  # the run has gone back meanwhile, or the round is of another base
+            self.gradients.drop(Name(member.me, to_open[0]))
+        self._opened = to_open
+        self._workplace.open(to_open[0], self._seat_weights(member))
 
     def _seat_weights(self, member: Member) -> SeatWeights:
         rounds = {head: number for number, head in member.log.heads().items()}
