@@ -161,6 +161,7 @@ class Rig:
         )
         taker = SnapshotTaker(
             context=context,
+            threads=context.threads,
             transport=peer.transport,
             agreement=peer.agreement,
             snapshots=self.snapshots,

@@ -136,7 +136,7 @@ class AgreedGiver:
 
     async def _look(self, membership: Membership, offered: Offered) -> None:
         epoch, now_s = membership.epoch, self._clock.monotonic_s()
-        is_lost = not all(map(epoch.roster, epoch.begun))
+        is_lost = bool(epoch.lost)
         has_gone_on = offered.reached()[0] > epoch.restart.first_round
         self._drop_what_is_void(offered.fits)
         if has_gone_on and self._offered and not is_lost:

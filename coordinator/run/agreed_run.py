@@ -21,7 +21,7 @@ from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.agreed_snapshots import checked
+from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
@@ -52,7 +52,7 @@ class AgreedRun:
         dispatcher: answers the calls of others
     """
 
-    def __init__(self, *, around: Surroundings, giver: AgreedGiver, agreeing: Agreeing):
+    def __init__(self, *, around: Surroundings, giver: AgreedGiver, agreeing: Agreeing, taker: SnapshotTaker):
         manifest = around.resolved.manifest
         self._rules = rules_of(manifest)
         self._lag = manifest.averaging.rounds_ahead
@@ -60,6 +60,7 @@ class AgreedRun:
         self._options = around.options
         self._giver = giver
         self._agreeing = agreeing
+        self._taker = taker
         calls = giver.snapshots.calls | agreeing.agreement.calls
         self.dispatcher = CallDispatcher(manifest_hash=around.resolved.hash, calls=calls)
         giver.membership = agreeing.membership
@@ -97,7 +98,15 @@ class AgreedRun:
             find_others=around.find_others,
             start=Start(is_under_way or has_trained or around.options.standby, has_trained, resume),
         )
-        return cls(around=around, giver=giver, agreeing=agreeing)
+        taker = SnapshotTaker(
+            context=context,
+            threads=context.threads,
+            transport=transport,
+            agreement=agreeing.agreement,
+            snapshots=giver.snapshots,
+            holders=tuple,
+        )
+        return cls(around=around, giver=giver, agreeing=agreeing, taker=taker)
 
     @property
     def timeline(self) -> Timeline:
@@ -152,7 +161,7 @@ class AgreedRun:
         Raises:
             InvalidMessage: it is not one that the stage has committed
         """
-        await checked(self._agreeing.agreement, self._threads, stage, state, is_certified=True)
+        await self._taker.check(stage, state, is_certified=True)
 
     async def check_together(self, states: Sequence[StageState]) -> None:
         """Check that the states of all stages are of one round, and of one part of the run.

@@ -208,6 +208,11 @@ class Core:
         self._prepared.pop(stage, None)
         self.membership.prepared -= {stage}
 
+    def resign(self, stage: int) -> None:
+        """Give up the place in a stage that has lost the state which it should begin anew with."""
+        if (member := self.members.get(stage)) is not None:
+            member.is_lost = True
+
     @property
     def epoch(self) -> Epoch:
         """The newest epoch that this peer knows."""
@@ -441,11 +446,13 @@ class Core:
         is_new = said != self._spoken.get(stage)
         self._spoken[stage] = said
         if is_new or resends:
-            others = [seat for seat in self.epoch.roster(stage) if seat != self.membership.me]
+            members = self.epoch.roster(stage)
+            others = [seat for seat in members if seat != self.membership.me]
             sent += [(seat.peer, self._message(body)) for body in said for seat in others]
             for body in said if stage == 0 else ():
                 if isinstance(body, Close):
-                    sent += [(seat.peer, self._message(body)) for seat in self._stage_leaders() if seat not in others]
+                    leaders = [seat for seat in self._stage_leaders() if seat not in members]
+                    sent += [(seat.peer, self._message(body)) for seat in leaders]
         if (resends or is_new) and leader.is_synced:
             head = member.head()
             for other_stage, other in self.leaders.items():

@@ -118,6 +118,11 @@ class Epoch:
         """All seats, each once, oldest first."""
         return tuple(dict.fromkeys(place.seat for place in self.places))
 
+    @cached_property
+    def lost(self) -> tuple[int, ...]:
+        """The stages that have begun and have no seat left."""
+        return tuple(stage for stage in self.begun if not self.roster(stage))
+
     def leader(self, stage: int) -> Seat | None:
         """The seat that leads a stage; None if the stage has none."""
         return next(iter(self.roster(stage)), None)

@@ -46,7 +46,7 @@ class Member:
         log: the stage's
         state: the hash of the entry that the weights embody; empty where they have yet to be taken over
         ledger: of the data, as the state has it; None at other stages than 0, and without a state
-        is_lost: whether entries of the stage are gone for good, so that this seat has to leave it
+        is_lost: whether entries of the stage, or its state, are gone for good, so that this seat has to leave it
         work: what it could bring to the next cuts
         reign: the epoch since which the leader leads whose log this seat follows; None while it asks for that log
         granted: what it may read and launch, at stage 0

@@ -182,6 +182,11 @@ class Membership:
 
     # --- inputs
 
+    def suspect(self, peer: str) -> None:
+        """Note that a peer cannot be reached: it is asked for a sign of life now, and not once it has been silent."""
+        for seat in (each for each in (*self._watched, *self._probed_s) if each.peer == peer):
+            self._probed_s[seat] = min(self._probed_s.get(seat, self._now_s), self._now_s)
+
     def receive(self, now_s: float, message: Message) -> list[Sent]:
         """Take a message of another peer; returns what to send."""
         self._now_s = now_s
@@ -271,7 +276,7 @@ class Membership:
         for stage in sorted(self.stuck & mine):
             if (leader := epoch.leader(stage)) is not None and leader != self.me:
                 own.append(Stuck(self.me, epoch.id, stage, leader))
-        if mine and any(not epoch.roster(stage) for stage in epoch.begun):
+        if mine and epoch.lost:
             own.append(Offer(self.me, epoch.id, *self.holds))
         if is_voter and (silent := self._silent()):
             own.append(Silent(self.me, epoch.id, silent))
@@ -302,7 +307,7 @@ class Membership:
 
     def _waits_for_offers(self) -> bool:
         """Whether a stage is lost, and some seats may yet say which snapshots they hold."""
-        if all(self.epoch.roster(stage) for stage in self.epoch.begun):
+        if not self.epoch.lost:
             return False
         told = {wish.author for wish in self._bodies if isinstance(wish, Offer)}
         return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self.timing.offers_s
@@ -393,11 +398,7 @@ class Membership:
     # --- the run key
 
     def announce_by_key(self, places: Iterable[Place], restart: Restart, least_term: int = 0) -> list[Sent]:
-        """Begin a term with the run key, which this process has to hold: the run goes on with these places, from there.
-
-        Returns:
-            what to send
-        """
+        """Have the run go on from a restart, with these places, in a term of the run key; returns what to send."""
         places, new_id = tuple(places), EpochId(max(self.epoch.id.term + 1, least_term), self.me, 0)
         begun = tuple(sorted({place.stage for place in places} - {COORDINATORS}))
         self._announce_as_key(Epoch(new_id, places, restart, begun))
@@ -480,16 +481,14 @@ class Membership:
             epoch_id = epoch_id._replace(number=epoch_id.number - 1)
 
     def _tell_news(self, peer: str, since: EpochId) -> None:
-        newer = [certified for certified in self._chain if certified.epoch.id > since]
-        if newer:
+        if newer := [certified for certified in self._chain if certified.epoch.id > since]:
             self._send(peer, News(tuple(newer[:MAX_TOLD_EPOCHS])))
 
     # --- sending
 
     def _send_all(self, seats: Iterable[Seat], body: Body) -> None:
-        for seat in seats:
-            if seat != self.me:
-                self._send(seat.peer, body)
+        for seat in (each for each in seats if each != self.me):
+            self._send(seat.peer, body)
 
     def _send(self, peer: str, body: Body) -> None:
         self._out.append((peer, Message(self.me, self.epoch.id, body)))

@@ -219,6 +219,7 @@ class Assembly:
         context, agreement, snapshots = self.peer.context, self.peer.agreement, self.peer.snapshots
         taker = SnapshotTaker(
             context=context,
+            threads=context.threads,
             transport=self.peer.transport,
             agreement=agreement,
             snapshots=snapshots,

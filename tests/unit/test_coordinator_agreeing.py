@@ -24,7 +24,6 @@ from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
 RESOLVED = unparsed(HASH)
-NEW = Start()
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +77,11 @@ class Town:
             raise CallError("no answer")
         return self.others
 
-    async def open(self, context, folder, start=NEW):
+    async def open(self, context, folder, start=None):
         folder.mkdir(exist_ok=True)
         transport = self.network.transport(context.identity.peer_id)
         part = await Agreeing.open(
-            context=context, transport=transport, output=folder, find_others=self.find, start=start
+            context=context, transport=transport, output=folder, find_others=self.find, start=start or Start()
         )
         await self._serve(context.identity, transport, part.agreement.calls, part.run)
         return part

@@ -24,10 +24,12 @@ from swarm_peer.runtime.state import agreed_snapshots
 from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker, holdings, named
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
+from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateChunkCall, StateIndexCall
 
 EVERY = 4
+SEAT = Seat("a", 1, "")
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,7 @@ async def come_back(some, hall, lost, survivors):
     restart = newcomer.core.epoch.restart
     assert len(restart.entries) == 2
     assert restart.optimizer_step % EVERY == 0
+    await until([newcomer], lambda peer: hall.rigs[peer.identity.peer_id].snapshots.find(1, restart.entries[1]), 60)
     await until(survivors, partial(has_come_to, 0, restart.first_round + 3), 60)
     await until([newcomer], partial(has_come_to, 1, restart.first_round + 3), 60)
     return restart
@@ -80,6 +83,7 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_copies_of_the_stage_befor
                 forgetful.forget(name)
             restart = await come_back(some, hall, [first[1], more[1]], survivors)
             await hall.check(restart.optimizer_step + 3)
+            assert sum(len(cut.seats) == 2 for cut in hall.history()[restart.optimizer_step :]) > 0
 
     anyio.run(run)
 
@@ -107,6 +111,39 @@ def test_a_run_goes_back_twice(tmp_path):
             restart = last.core.epoch.restart
             assert restart.optimizer_step >= first.optimizer_step
             await until([last], partial(has_come_to, 1, restart.first_round + 2), 60)
+
+    anyio.run(run)
+
+
+def test_a_run_begins_with_other_snapshots_where_nobody_gives_those_that_were_offered(tmp_path, monkeypatch):
+    monkeypatch.setattr(agreed_snapshots, "PATIENCE_S", 0.3)
+
+    async def run():
+        hall = hall_in(tmp_path)
+        async with swarm(hall.work, hall.resolved) as some:
+            peers = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(peers[:1], lambda peer: peer.identity.peer_id in hall.rigs)
+            guard = hall.rigs[peers[0].identity.peer_id]
+            await until(peers[:1], lambda peer: len(steps_held(guard, 0) & steps_held(guard, 1)) == 2, 60)
+            some.kill(peers[1])
+            del hall.rigs[peers[1].identity.peer_id]
+            await until(peers[:1], lambda peer: not peer.core.epoch.roster(1))
+            offered = guard.snapshots.names
+            newest = max(offered)
+            # Its file is damaged, which nobody knows before it is asked for.
+            [file] = [path for path in guard.folder.iterdir() if newest.entry in path.name]
+            file.write_bytes(bytes(file.stat().st_size))
+            newcomer = some.add(Identity.generate(), 1)
+            await until([newcomer], lambda peer: peer.core.epoch.restart.entries)
+            first = newcomer.core.epoch.restart
+            assert newest.entry in first.entries
+            await until([newcomer], lambda peer: peer.core.epoch.restart != first, 60)
+            restart = newcomer.core.epoch.restart
+            older = {name.entry for name in offered if name.optimizer_step < newest.optimizer_step}
+            assert set(restart.entries) == older
+            await until(peers[:1], partial(has_come_to, 0, restart.first_round + 2), 60)
+            await until([newcomer], partial(has_come_to, 1, restart.first_round + 2), 60)
+            await hall.check(restart.optimizer_step + 2)
 
     anyio.run(run)
 
@@ -160,6 +197,7 @@ def taker_of(some, rig, tmp_path, holders):
     )
     return SnapshotTaker(
         context=rig.peer.context,
+        threads=rig.peer.context.threads,
         transport=rig.peer.transport,
         agreement=rig.peer.agreement,
         snapshots=snapshots,
@@ -181,7 +219,10 @@ LIES = {
     "another ledger": lambda state: replace(state, ledger=b""),
     "no entry": lambda state: replace(state, entry=b""),
     "bytes for an entry": lambda state: replace(state, entry=b"\xc1" * 20),
-    "another round": lambda state: replace(state, round_number=state.round_number + 1),
+    "another parent": lambda state: replace(state, history_hash="h" * 32),
+    "another round": lambda state: replace(
+        state, round_number=state.round_number + 1, timeline=Timeline(1, 0, created_at_round=1)
+    ),
     "another step": lambda state: replace(
         state, timeline=Timeline(state.timeline.first_round, state.timeline.first_optimizer_step + EVERY, 0)
     ),
@@ -209,6 +250,35 @@ def test_nobody_gives_another_state_under_a_name(tmp_path):
                 assert taken.pop().name == name
 
     anyio.run(run)
+
+
+def test_nobody_makes_an_entry_up_for_other_weights(tmp_path):
+    async def run():
+        hall = hall_in(tmp_path)
+        async with swarm(hall.work, hall.resolved) as some:
+            rig, honest = await taken_at(some, hall, 1)
+            name, other = honest.name, with_tensors(honest.state)
+
+            async def refuse(committed, state, step=name.optimizer_step):
+                made_up = named(rig.peer.agreement, state, committed)
+                liar = await giver_of(some, tmp_path, FalseName(committed, made_up.state, name))
+                with pytest.raises(CallError, match="no donor gave") as refused:
+                    await taker_of(some, rig, tmp_path, [liar]).take(1, name.entry, step, nobody_takes)
+                return str(refused.value)
+
+            # Of an epoch that nobody knows, so its certificate says nothing.
+            entry = honest.committed.entry
+            cut = replace(entry.cut, root=root_of(other.tensors, b""), epoch=EpochId(9, SEAT, 0))
+            assert "a snapshot of the name" in await refuse(Committed(Entry(cut, ""), (), Close(cut.round, ())), other)
+            # The voters were told that it is of another step.
+            earlier = replace(honest.state, timeline=Timeline(1, 0, created_at_round=1))
+            assert "not committed at" in await refuse(honest.committed, earlier, earlier.optimizer_step)
+
+    anyio.run(run)
+
+
+async def nobody_takes(found):
+    pytest.fail("it is none")
 
 
 class FalseName(NamedState):
@@ -349,8 +419,6 @@ def test_a_seat_offers_its_snapshots_and_the_round_that_it_has_come_to(tmp_path)
 
 
 # --- which are kept
-
-SEAT = Seat("a", 1, "")
 
 
 def made(stage, step, *, restart=BEGINNING, heads="heads"):

@@ -188,10 +188,7 @@ class BatchLauncher:
         member = self._member()
         working = member.working if member is not None else None
         is_open = self._core.admission.is_open and working is not None
-        if member is None or not is_open or working is None or working.number != self._core.rounds.current.number:
-            return None
-        optimizer_step = member.log.optimizer_step + working.number - member.log.next_round
-        return working if optimizer_step < self._manifest.training.steps else None
+        return working if is_open and working and working.number == self._core.rounds.current.number else None
 
     def _is_due(self) -> bool:
         """Whether there is a microbatch to launch or to draw, or a validation to compute."""
@@ -199,13 +196,20 @@ class BatchLauncher:
             return False
         if self._validation_is_due():
             return True
-        if self._in_flight >= self._most_in_flight or not self._has_room():
+        if self._is_past_end(present) or self._in_flight >= self._most_in_flight or not self._has_room():
             return False
         return bool(self._waiting) or not self._is_drawing
 
     def _waits_for_first_peers(self, present: OpenRound) -> bool:
         is_first = present.number == 0
         return is_first and self._view().fewest_serving() < self._manifest.stages.peers_to_start
+
+    def _is_past_end(self, present: OpenRound) -> bool:
+        """Whether the run has no optimizer step that this round could make."""
+        member = self._member()
+        assert member is not None
+        optimizer_step = member.log.optimizer_step + present.number - member.log.next_round
+        return optimizer_step >= self._manifest.training.steps
 
     def _has_room(self) -> bool:
         member, place = self._member(), self._place()

@@ -15,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, InvalidMessage
+from swarm_peer.errors import CallError, InvalidMessage, PeerUnreachable
 from swarm_peer.protocol.core import Core, RoundRules
 from swarm_peer.protocol.epochs import Certified, Place, Restart, Rules
 from swarm_peer.protocol.membership import Membership
@@ -262,6 +262,8 @@ class Agreement:
                     self._send((peer, each) for each in self._receive(peer, answer))
             except CallError as error:  # whatever has had no effect is sent again
                 log.debug("messages_lost peer=%s count=%d reason=%s", peer, len(taken), error)
+                if isinstance(error, PeerUnreachable):
+                    self.core.membership.suspect(peer)
         self._queued.pop(peer, None)
 
 

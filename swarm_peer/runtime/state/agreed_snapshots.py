@@ -22,7 +22,7 @@ from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.log import Close, Committed, Log
 from swarm_peer.protocol.statements import Snapshot
 from swarm_peer.runtime.context import PeerContext, Threads
-from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.network.agreement import Agreement, AgreementContext
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 GUARD_PAUSE_S = 0.2
 # After so many tries in vain the log says so. They go on until the next snapshot is due.
 GUARD_TRIES = 7
+# The run begins anew with another snapshot, if one that it should begin with was given by nobody for so long.
+PATIENCE_S = 180.0
 
 # Takes a snapshot over; raises InvalidMessage if it cannot.
 Take = Callable[[NamedState], Awaitable[None]]
@@ -46,32 +48,6 @@ def named(agreement: Agreement, state: StageState, committed: Committed) -> Name
     """A state with the entry that names it. The close goes: that the round was over says nothing about its root."""
     proof = committed._replace(close=Close(committed.close.round, ()))
     return NamedState(proof, replace(state, entry=agreement.statements.encode(proof)))
-
-
-async def checked(
-    agreement: Agreement, threads: Threads, stage: int, state: StageState, *, is_certified: bool = False
-) -> NamedState:
-    """A snapshot that somebody gives, or that was read from a file, if it is what its entry says.
-
-    Args:
-        is_certified: whether its certificate must be known to be good. A name that voters have chosen is enough
-
-    Raises:
-        InvalidMessage: it is not
-    """
-    committed = await threads.run(agreement.statements.decode, Committed, state.entry)
-    entry, cut = committed.entry, committed.entry.cut
-    fits = cut.stage == stage and (cut.round, cut.parent) == (state.round_number, state.history_hash)
-    if not fits or not cut.root or await threads.run(root_of, dict(state.tensors), state.ledger) != cut.root:
-        raise InvalidMessage(f"a state that is not what the entry of round {cut.round} of stage {cut.stage} names")
-    epoch = agreement.core.membership.epoch_of(cut.epoch)
-    if epoch is None and is_certified:
-        raise InvalidMessage(f"a snapshot of epoch {cut.epoch.number}, which this peer does not know")
-    if epoch is not None:
-        claimed = Log(stage, epoch.restart).optimizer_step_at(cut.round)
-        if claimed != state.optimizer_step or not entry.is_agreed(committed.agreement, epoch):
-            raise InvalidMessage(f"a snapshot whose entry was not committed at optimizer step {claimed}")
-    return NamedState(committed, state)
 
 
 class SnapshotTaker:
@@ -85,7 +61,8 @@ class SnapshotTaker:
     def __init__(
         self,
         *,
-        context: PeerContext,
+        context: AgreementContext,
+        threads: Threads,
         transport: Transport,
         agreement: Agreement,
         snapshots: NamedSnapshots,
@@ -94,9 +71,12 @@ class SnapshotTaker:
         self._snapshots = snapshots
         self._holders = holders
         self._context = context
+        self._threads = threads
         self._transport = transport
         self._agreement = agreement
         self._rng = context.random.stream("snapshots")
+        # The snapshot that nobody gave last, and since when.
+        self._lacks: tuple[str, float] = ("", 0.0)
 
     async def take(self, stage: int, entry: str, optimizer_step: int, take: Take) -> None:
         """Take over the snapshot that an entry names: this peer's own, or else one that somebody gives.
@@ -108,11 +88,15 @@ class SnapshotTaker:
             CallError: nobody gave one that could be taken over
         """
 
-        async def check(state: StageState) -> None:
-            found = await checked(self._agreement, self._context.threads, stage, state)
+        async def check(state: StageState) -> NamedState:
+            found = await self.check(stage, state)
             if found.name.entry != entry:
                 raise InvalidMessage(f"a snapshot of the name {found.name.entry}; wanted {entry[:40]}")
             await take(found)
+            return found
+
+        async def take_given(state: StageState) -> None:
+            await self._keep(await check(state))
 
         if (own := self._snapshots.find(stage, entry)) is not None:
             state = await self._snapshots.load(own)
@@ -124,7 +108,32 @@ class SnapshotTaker:
                 log.warning("snapshot_refused stage=%d optimizer_step=%d reason=%s", stage, optimizer_step, error)
                 self._snapshots.forget(own)
         call = StateIndexCall(manifest=self._context.resolved.hash, of_stage=stage, entry=entry)
-        await self._fetch(call, optimizer_step, self._holders(), check)
+        try:
+            await self._fetch(call, optimizer_step, self._holders(), take_given)
+        except CallError:
+            self._note_lack(stage, entry)
+            raise
+
+    async def _keep(self, found: NamedState) -> None:
+        """Keep a snapshot that the run begins anew with: perhaps nobody but its giver had it."""
+        try:
+            await self._snapshots.keep(found)
+        except OSError as error:
+            text = "snapshot_not_stored stage=%d optimizer_step=%d reason=%s"
+            log.warning(text, found.name.stage, found.name.optimizer_step, error)
+
+    def _note_lack(self, stage: int, entry: str) -> None:
+        """Have the run begin anew with another snapshot, if nobody has given this one for long.
+
+        Those who offered it are gone, or have lied. The stage has to be empty for that.
+        """
+        now_s = self._context.clock.monotonic_s()
+        if self._lacks[0] != entry:
+            self._lacks = entry, now_s
+        elif now_s >= self._lacks[1] + PATIENCE_S:
+            log.error("snapshot_lost stage=%d entry=%s reason=nobody has given it for %.0f s", stage, entry, PATIENCE_S)
+            self._agreement.core.resign(stage)
+            self._lacks = "", 0.0
 
     async def copy(
         self, stage: int, optimizer_step: int, holders: Sequence[str], *, like: Committed | None = None
@@ -142,7 +151,7 @@ class SnapshotTaker:
         copied: list[NamedState] = []
 
         async def check(state: StageState) -> None:
-            found = await checked(self._agreement, self._context.threads, stage, state, is_certified=True)
+            found = await self.check(stage, state, is_certified=True)
             cut = found.committed.entry.cut
             if like is not None and (cut.round, cut.base) != (like.entry.cut.round, like.entry.cut.base):
                 raise InvalidMessage(f"a snapshot of round {cut.round} of another part of the run")
@@ -175,6 +184,30 @@ class SnapshotTaker:
             are_holders=True,
         )
 
+    async def check(self, stage: int, state: StageState, *, is_certified: bool = False) -> NamedState:
+        """A snapshot that somebody gives, or that was read from a file, if it is what its entry says.
+
+        Args:
+            is_certified: whether its certificate must be known to be good. A name that voters have chosen is enough
+
+        Raises:
+            InvalidMessage: it is not
+        """
+        threads = self._threads
+        committed = await threads.run(self._agreement.statements.decode, Committed, state.entry)
+        entry, cut = committed.entry, committed.entry.cut
+        fits = cut.stage == stage and (cut.round, cut.parent) == (state.round_number, state.history_hash)
+        if not fits or not cut.root or await threads.run(root_of, dict(state.tensors), state.ledger) != cut.root:
+            raise InvalidMessage(f"a state that is not what the entry of round {cut.round} of stage {cut.stage} names")
+        epoch = self._agreement.core.membership.epoch_of(cut.epoch)
+        if epoch is None and is_certified:
+            raise InvalidMessage(f"a snapshot of epoch {cut.epoch.number}, which this peer does not know")
+        if epoch is not None:
+            claimed = Log(stage, epoch.restart).optimizer_step_at(cut.round)
+            if claimed != state.optimizer_step or not entry.is_agreed(committed.agreement, epoch):
+                raise InvalidMessage(f"a snapshot whose entry was not committed at optimizer step {claimed}")
+        return NamedState(committed, state)
+
 
 def holdings(agreement: Agreement, snapshots: NamedSnapshots, lag: int) -> tuple[int, int, frozenset[Snapshot]]:
     """The offer of this peer when a stage is lost: the round and the optimizer step that it has come to, its snapshots.
@@ -192,12 +225,11 @@ def holdings(agreement: Agreement, snapshots: NamedSnapshots, lag: int) -> tuple
     return newest_round, max([*steps, *(name.optimizer_step for name in names)]), names
 
 
-async def offer_snapshots(*, context: PeerContext, agreement: Agreement, snapshots: NamedSnapshots) -> None:
+async def offer_snapshots(agreement: Agreement, snapshots: NamedSnapshots, lag: int) -> None:
     """Keep up to date what this peer offers when a stage is lost, until cancelled."""
-    find = partial(holdings, agreement, snapshots, context.resolved.manifest.averaging.rounds_ahead)
-    membership = agreement.core.membership
+    find, membership = partial(holdings, agreement, snapshots, lag), agreement.core.membership
     while True:
-        await context.changed.wait_for(lambda: find() != membership.holds)
+        await agreement.changed.wait_for(lambda: find() != membership.holds)
         membership.holds = find()
 
 
@@ -234,10 +266,8 @@ class AgreedSnapshotKeeper:
     async def run(self) -> None:
         """Keep a snapshot of this stage, and one of the next, every `recovery.snapshot_every` updates."""
         async with anyio.create_task_group() as tasks:
-            offers = partial(
-                offer_snapshots, context=self._context, agreement=self._agreement, snapshots=self._snapshots
-            )
-            tasks.start_soon(offers)
+            lag = self._context.resolved.manifest.averaging.rounds_ahead
+            tasks.start_soon(offer_snapshots, self._agreement, self._snapshots, lag)
             tasks.start_soon(self._run_storing)
             if self._next_stage != self._stage:
                 tasks.start_soon(self._run_guarding)

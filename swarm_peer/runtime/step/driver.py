@@ -240,7 +240,8 @@ class RoundDriver:
         self._note_ledger(member)
         if member.is_behind:
             return self._catch_up
-        if self._due(member) is not None:
+        # Before the leader has told the log, it may be further than the state that was taken over.
+        if member.reign is not None and self._due(member) is not None:
             return self._apply
         if member.voiding is not None:
             return self._void
@@ -395,17 +396,16 @@ class RoundDriver:
 
     async def _open(self) -> None:
         member = self._member()
-        if (to_open := self._to_open(member)) is None:
-            self._shut()
-            return
-        if not member.work.open[to_open[0]].computed.weight:
+        to_open = self._to_open(member)
+        if to_open is not None and not member.work.open[to_open[0]].computed.weight:
             # The accumulator may hold what came too late for the round before, or what was given up.
             await self._workplace.discard()
-            if self.member is not member or self._to_open(member) != to_open:
-                return  # the run has gone back meanwhile, or the round is of another base
             self.gradients.drop(Name(member.me, to_open[0]))
-        self._opened = to_open
-        self._workplace.open(to_open[0], self._seat_weights(member))
+        if to_open is None or self.member is not member or to_open != self._to_open(member):
+            self._shut()  # perhaps the run has gone back meanwhile
+        else:
+            self._opened = to_open
+            self._workplace.open(to_open[0], self._seat_weights(member))
 
     def _seat_weights(self, member: Member) -> SeatWeights:
         rounds = {head: number for number, head in member.log.heads().items()}
@@ -462,8 +462,7 @@ class RoundDriver:
             member.adopted(cut)
 
     def _cut_to_average(self) -> Cut | None:
-        member = self.member
-        return member.averaging if member is not None else None
+        return self.member.averaging if self.member is not None else None
 
     async def _average(self) -> None:
         """Begin to average the newest cut, and stop with any other."""
