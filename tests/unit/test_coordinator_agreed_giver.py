@@ -7,8 +7,8 @@ from functools import partial
 
 import anyio
 import pytest
+from agreed_stages import Hall, has_come_to, quick_stages, resolved_of
 from agreeing import RUN, swarm, until
-from rigs import Hall, has_come_to, make_quick, resolved_of
 
 from coordinator.checkpoints import agreed_giver
 from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
@@ -29,7 +29,7 @@ EVERY = 4
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    make_quick(monkeypatch)
+    quick_stages(monkeypatch)
     monkeypatch.setattr(agreement, "TIMING", replace(agreement.TIMING, key_s=1.0))
     monkeypatch.setattr(agreed_giver, "LOOK_S", 0.05)
     monkeypatch.setattr(agreed_giver, "RETRY_S", 0.2)
@@ -54,7 +54,6 @@ class House:
         """A peer of each stage begins."""
         self.peers = [self.some.add(Identity.generate(), stage) for stage in (0, 1)]
         await until(self.peers, lambda peer: peer.identity.peer_id in self.hall.rigs)
-        self.rigs[0].ended[:0] = self.past
 
     def kill(self):
         """All peers are gone at once."""
