@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,10 @@ import anyio
 
 from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
 from coordinator.checkpoints.folder import Checkpoint, Fits
-from coordinator.checkpoints.names import entries_of, names_of
+from coordinator.checkpoints.run_names import RunNames
 from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
-from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.runtime.network.agreement import rules_of
@@ -22,7 +21,6 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
-from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
@@ -50,17 +48,19 @@ class AgreedRun:
 
     Attributes:
         dispatcher: answers the calls of others
+        names: tell which states of the run may become checkpoints
     """
 
     def __init__(self, *, around: Surroundings, giver: AgreedGiver, agreeing: Agreeing, taker: SnapshotTaker):
         manifest = around.resolved.manifest
         self._rules = rules_of(manifest)
         self._lag = manifest.averaging.rounds_ahead
-        self._threads = around.context.threads
         self._options = around.options
         self._giver = giver
         self._agreeing = agreeing
-        self._taker = taker
+        self.names = RunNames(
+            taker=taker, giver=giver, statements=agreeing.agreement.statements, threads=around.context.threads
+        )
         calls = giver.snapshots.calls | agreeing.agreement.calls
         self.dispatcher = CallDispatcher(manifest_hash=around.resolved.hash, calls=calls)
         giver.membership = agreeing.membership
@@ -152,33 +152,3 @@ class AgreedRun:
         rounds = checkpoint.round_number, known_round + self._lag, self._agreeing.membership.epoch.restart.first_round
         self._agreeing.go_back(self._rules.restart(max(rounds), checkpoint.optimizer_step, entries))
         return self.timeline
-
-    # --- checkpoints that are written
-
-    async def check(self, stage: int, state: StageState) -> None:
-        """Check a snapshot that somebody gives for a checkpoint.
-
-        Raises:
-            InvalidMessage: it is not one that the stage has committed
-        """
-        await self._taker.check(stage, state, is_certified=True)
-
-    async def check_together(self, states: Sequence[StageState]) -> None:
-        """Check that the states of all stages are of one round, and of one part of the run.
-
-        Raises:
-            InvalidMessage: they are not
-        """
-        entries = [state.entry for state in states]
-        if not await self._threads.run(entries_of, entries, states[0].round_number, self._statements):
-            raise InvalidMessage("the states of the stages do not fit together")
-
-    async def saved(self, states: Sequence[StageState]) -> None:
-        """Offer the states of a checkpoint that was saved just now, should a stage be lost."""
-        step, number = states[0].optimizer_step, states[0].round_number
-        entries = await self._threads.run(entries_of, [state.entry for state in states], number, self._statements)
-        self._giver.note_saved(names_of(step, entries), number)
-
-    @property
-    def _statements(self) -> Statements:
-        return self._agreeing.agreement.statements

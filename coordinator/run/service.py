@@ -335,7 +335,7 @@ class RunService:
                     tell=partial(files.tell, "checkpoint"),
                     promises=self._options.promises,
                 ),
-                names=self._agreed,
+                names=None if self._agreed is None else self._agreed.names,
             )
             tasks.start_soon(self._writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from random import Random
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -15,12 +17,17 @@ from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
 from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.names import entries_of, load_named, names_of
 from coordinator.checkpoints.resumed import note_resumed
+from coordinator.checkpoints.run_names import RunNames
 from coordinator.checkpoints.store import CheckpointStore
+from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, Duty
 from coordinator.run.context import CoordinatorContext
-from swarm_peer.errors import UserError
+from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.protocol.epochs import BEGINNING, Restart
+from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network import agreement
+from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
@@ -266,3 +273,94 @@ async def test_without_room_nothing_is_given(house):
     (house.folder / "scratch").write_text("in the way")
     with pytest.raises(UserError, match="do not fit into the temporary folder"):
         await giver.give(checkpoint)
+
+
+# --- checkpoints that are written
+
+
+def writer_of(house, names):
+    """A writer that saves each checkpoint that is due."""
+    peers = [
+        PeerView(
+            peer_id=rig.peer.identity.peer_id,
+            stage=stage,
+            state=PeerState.SERVING,
+            round_number=0,
+            samples_per_s=1.0,
+            queue=0,
+        )
+        for stage, rig in enumerate(house.rigs)
+    ]
+    return CheckpointWriter(
+        house.hall.resolved,
+        CheckpointPlan(house.store, EVERY),
+        watch=Watch(house),
+        directory=SimpleNamespace(view=SwarmView(2, tuple(peers))),
+        threads=SystemThreads(),
+        rng=Random(0),
+        duty=Duty(),
+        names=names,
+    )
+
+
+class Watch:
+    """Sees the run as its peers do."""
+
+    def __init__(self, house):
+        self._house = house
+        self.saved = []
+
+    @property
+    def optimizer_step(self):
+        return min(rig.trainer.optimizer_step for rig in self._house.rigs)
+
+    def created_at_round(self, step):
+        return step if step <= self.optimizer_step else None
+
+    def observe_checkpoint(self, step):
+        self.saved.append(step)
+
+
+def names_in(house, giver):
+    part, context = house.coordinator.agreement, house.coordinator.context
+    taker = SnapshotTaker(
+        context=context,
+        threads=context.threads,
+        transport=house.coordinator.transport,
+        agreement=part,
+        snapshots=giver.snapshots,
+        holders=tuple,
+    )
+    return RunNames(taker=taker, giver=giver, statements=part.statements, threads=context.threads)
+
+
+@with_house
+async def test_a_checkpoint_is_made_of_the_snapshots_that_entries_name_and_is_offered(house):
+    giver, membership = house.giver(), house.coordinator.core.membership
+    writer = writer_of(house, names_in(house, giver))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(writer.run, house.coordinator.transport)
+        await until(house.peers, lambda _: writer._watch.saved, 60)
+        tasks.cancel_scope.cancel()
+    checkpoint = house.store.newest()
+    statements = Statements(RUN.peer_id, RUN)
+    entries = entries_of(checkpoint.entries, checkpoint.round_number, statements)
+    await giver._look(membership, house.offered(reached=lambda: (0, 0)))
+    assert membership.holds[2] == names_of(checkpoint.optimizer_step, entries) != frozenset()
+
+
+@with_house
+async def test_no_checkpoint_is_made_of_states_that_no_stage_has_committed(house):
+    checkpoint = await house.save()
+    names = names_in(house, house.giver())
+    states = [checkpoint.load_stage(stage) for stage in (0, 1)]
+    await names.check(0, states[0])
+    await names.check_together(states)
+    later = (await house.save(after=checkpoint.optimizer_step)).load_stage(1)
+    with pytest.raises(InvalidMessage, match="do not fit together"):
+        await names.check_together([states[0], later])
+    made_up = load_named(checkpoint, 0, None, Statements(RUN.peer_id, RUN)).state
+    with pytest.raises(InvalidMessage, match="which this peer does not know"):
+        await names.check(0, made_up)
+    with pytest.raises(InvalidMessage, match="not what the entry"):
+        await names.check(0, states[1])
