@@ -14,14 +14,16 @@ from agreeing import RUN, swarm, until
 
 from coordinator.checkpoints import agreed_giver
 from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
+from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.names import entries_of, load_named, names_of
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.run_names import RunNames
+from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, Duty
 from coordinator.run.context import CoordinatorContext
-from swarm_peer.errors import InvalidMessage, UserError
+from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.protocol.epochs import BEGINNING, Restart
@@ -38,6 +40,7 @@ EVERY = 4
 def quick(monkeypatch):
     quick_stages(monkeypatch)
     monkeypatch.setattr(agreement, "TIMING", replace(agreement.TIMING, key_s=1.0))
+    monkeypatch.setenv("SWARM_AGREED", "1")
     monkeypatch.setattr(agreed_giver, "LOOK_S", 0.05)
     monkeypatch.setattr(agreed_giver, "RETRY_S", 0.2)
 
@@ -278,24 +281,30 @@ async def test_without_room_nothing_is_given(house):
 # --- checkpoints that are written
 
 
-def writer_of(house, names):
-    """A writer that saves each checkpoint that is due."""
+def view_of(house, optimizer_step=0):
+    """The peers as they announce themselves."""
     peers = [
         PeerView(
             peer_id=rig.peer.identity.peer_id,
             stage=stage,
             state=PeerState.SERVING,
             round_number=0,
+            optimizer_step=optimizer_step,
             samples_per_s=1.0,
             queue=0,
         )
         for stage, rig in enumerate(house.rigs)
     ]
+    return SwarmView(2, tuple(peers))
+
+
+def writer_of(house, names):
+    """A writer that saves each checkpoint that is due."""
     return CheckpointWriter(
         house.hall.resolved,
         CheckpointPlan(house.store, EVERY),
         watch=Watch(house),
-        directory=SimpleNamespace(view=SwarmView(2, tuple(peers))),
+        directory=SimpleNamespace(view=view_of(house)),
         threads=SystemThreads(),
         rng=Random(0),
         duty=Duty(),
@@ -364,3 +373,23 @@ async def test_no_checkpoint_is_made_of_states_that_no_stage_has_committed(house
         await names.check(0, made_up)
     with pytest.raises(InvalidMessage, match="not what the entry"):
         await names.check(0, states[1])
+
+
+@with_house
+async def test_a_live_run_is_exported_from_the_last_snapshots_that_peers_keep(house):
+    checkpoint = await house.save()
+    step, view = checkpoint.optimizer_step, view_of(house)
+    transport = house.some.network.transport("anybody")
+
+    async def refresh(stages):
+        return view
+
+    directory, resolved = SimpleNamespace(refresh=refresh), house.hall.resolved
+    receiver = StateReceiver(resolved, SystemThreads())
+    with pytest.raises(SwarmError, match="the run has made 0 optimizer steps"):
+        await fetch_snapshots(transport, directory, resolved, receiver)
+    for reached in (step + 1, step + EVERY):  # where the newest one is not stored yet
+        view = view_of(house, reached)
+        states = await fetch_snapshots(transport, directory, resolved, receiver, Random(0))
+        assert {state.optimizer_step for state in states} <= {step, step + EVERY}
+        assert len({state.round_number for state in states}) == 1
