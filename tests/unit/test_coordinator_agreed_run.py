@@ -25,6 +25,7 @@ from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateIndexCall
+from swarm_peer.wire.records import TimelineRecord, timeline_key
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,15 @@ def state_of(step=2, round_number=2, timeline=FIRST_TIMELINE, **fields):
 
 
 @asynccontextmanager
-async def begun(folder, network, **options):
-    """A coordinator that has found or begun its run."""
-    run = RunService(RESOLVED, Records(folder, {}), RunOptions(output=folder, resume=True, **options))
+async def begun(folder, network, held=None, **options):
+    """A coordinator that has found or begun its run.
+
+    Args:
+        held: records of a timeline in the DHT
+    """
+    records = Records(folder, {})
+    run = RunService(RESOLVED, records, RunOptions(output=folder, resume=True, **options))
+    records.held |= {timeline_key(run._run_id): each for each in (held or ())}
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     peer_id = run._run_id
@@ -73,6 +80,17 @@ async def test_a_run_begins_with_an_epoch_that_peers_are_told(tmp_path):
         assert (first.is_of_key, first.epoch.restart) == (True, BEGINNING)
         assert made.run.begun_s == first.epoch.id.term
         assert made.run._beginning.timeline == FIRST_TIMELINE
+
+
+@pytest.mark.parametrize("reached_round", [0, 7])
+async def test_what_another_coordinator_has_published_is_no_run_before_its_first_step(tmp_path, reached_round):
+    record = TimelineRecord(first_round=0, first_optimizer_step=0, begun=1, reached_round=reached_round)
+    began = False
+    async with MemoryNetwork() as network:
+        with anyio.move_on_after(5 if reached_round == 0 else 0.5):
+            async with begun(tmp_path, network, [record]):
+                began = True
+    assert began == (reached_round == 0)
 
 
 async def test_a_run_is_resumed_by_an_epoch_that_names_the_states_of_the_checkpoint(tmp_path):
