@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +41,7 @@ from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.stage.time_meter import TimeMeter
 from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from swarm_peer.runtime.step.averaging import GradientAverager
@@ -163,8 +164,9 @@ class Assembly:
             transport=transport,
             trainer=self.trainer,
             core=core,
-            donors=self._donors,
-            newest_log=self._newest_log,
+            mates=StageMates(
+                donors=self._donors, newest_log=self._newest_log, ask_for_log=partial(agreement.ask_for_log, stage)
+            ),
             num_slices=self.data.reader.num_slices() if self.data is not None else None,
             snapshots=taker,
         )

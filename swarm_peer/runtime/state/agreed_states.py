@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import anyio
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ from swarm_peer.wire.messages import StateIndexCall
 
 log = logging.getLogger(__name__)
 
+# Pause between two questions for a longer log.
+ASK_S = 1.0
 # Relative distance of two states of the same updates. Unlike devices come 3e-3 apart with each microbatch in bf16.
 MOST_APART = 0.05
 
@@ -67,6 +70,21 @@ class AgreedStateServer(StateServer):
         return stored
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageMates:
+    """The ways in which a seat hears of its stage.
+
+    Attributes:
+        donors: ids of those who have a place in it
+        newest_log: its log as it is known now, which goes on while a state is downloaded
+        ask_for_log: asks for what is newer, and for the root of a coming state
+    """
+
+    donors: Callable[[], Sequence[str]]
+    newest_log: Callable[[], Log | None]
+    ask_for_log: Callable[[], None]
+
+
 @dataclass(frozen=True)
 class Taken:
     """A state that was taken over.
@@ -88,8 +106,6 @@ class StageSources:
     """Takes over what one seat lacks: see `Sources`. Belongs to the event loop's thread.
 
     Args:
-        donors: ids of the stage-mates
-        newest_log: the stage's log as it is known now, which goes on while a state is downloaded
         snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
 
@@ -104,8 +120,7 @@ class StageSources:
         transport: Transport,
         trainer: StageTrainer,
         core: ReplicaCore,
-        donors: Callable[[], Sequence[str]],
-        newest_log: Callable[[], Log | None],
+        mates: StageMates,
         num_slices: int | None,
         snapshots: SnapshotTaker,
     ):
@@ -115,8 +130,7 @@ class StageSources:
         self._trainer = trainer
         self._core = core
         self._stage = core.stage
-        self._donors = donors
-        self._newest_log = newest_log
+        self._mates = mates
         self._num_slices = num_slices
         self._snapshots = snapshots
         self._rng = context.random.stream("states")
@@ -133,7 +147,7 @@ class StageSources:
         )
         shapes = [parameter.shape for parameter in self._trainer.trained.values()]
         max_bytes = 4 * sum(shape.numel() for shape in shapes)
-        found = await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng)
+        found = await fetch_state(self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng)
         averages = list(found.tensors.values())
         # The digest covers bytes and not types: read as another type, the same bytes are other averages.
         fits = all(average.dtype == torch.float32 for average in averages)
@@ -149,10 +163,11 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
-        if (known := self._newest_log()) is not None and known.is_empty:
+        if (known := self._mates.newest_log()) is not None and known.is_empty:
             # No entry names a root yet. The weights that the run has begun with need none.
             return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
+        self._mates.ask_for_log()
 
         async def take(state: StageState) -> None:
             taken[:] = [await self._take(state)]
@@ -170,28 +185,44 @@ class StageSources:
             self.bytes_per_s = num_bytes / max(seconds, 1e-3)
             await take(state)
 
-        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed)
+        await fetch_state(
+            self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed
+        )
 
     async def _take(self, state: StageState) -> Taken:
         """Take a state over, if it is what an entry says.
 
         Raises:
-            InvalidMessage: it is not, or no entry names its root yet
+            InvalidMessage: it is not, or no entry names its root
         """
-        known, entry = self._newest_log(), state.history_hash
-        rounds = {head: number for number, head in known.heads().items()} if known is not None else {}
-        if known is None or entry not in rounds:
+        entry = state.history_hash
+        if (known := await self._log_beyond(entry)) is None:
             raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
-        following = known.since(rounds[entry])
-        root = following[0].entry.cut.root if following else ""
+        rounds = {head: number for number, head in known.heads().items()}
+        root = known.since(rounds[entry])[0].entry.cut.root
         if not root:
-            raise InvalidMessage("no entry names the root of this state yet")
+            raise InvalidMessage("the entry after this state names no root")
         if root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
         step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round
         await self._load(state, step)
         return Taken(entry, {}, entry, ledger)
+
+    async def _log_beyond(self, entry: str) -> Log | None:
+        """Wait for the log to go on from an entry: the next one may name the root. Returns None if it is not in it."""
+        while True:
+            known = self._mates.newest_log()
+            number = next((each for each, head in known.heads().items() if head == entry), None) if known else None
+            if known is None or number is None or known.since(number):
+                return known if number is not None else None
+            self._mates.ask_for_log()
+            with anyio.move_on_after(ASK_S):
+                await self._context.changed.wait_for(partial(self._is_past, known))
+
+    def _is_past(self, known: Log) -> bool:
+        newest = self._mates.newest_log()
+        return newest is None or (newest.restart, newest.next_round) != (known.restart, known.next_round)
 
     async def _load(self, state: StageState, optimizer_step: int) -> None:
         load = partial(self._trainer.load_state, state.tensors, optimizer_step, keeps_work=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 from swarm_peer.errors import CallError
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution, Cut, Log, Name, base_of
+from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
@@ -27,7 +27,9 @@ from swarm_peer.runtime.step.named_gradients import NamedGradients
 log = logging.getLogger(__name__)
 
 # Updates that are kept for stage-mates that have missed them.
-KEPT_UPDATES = 4
+KEPT_UPDATES, MOST_KEPT_UPDATES = 4, KEPT_ENTRIES
+# Of small updates, as many more as fit: rounds may be quicker than the download of a state.
+SMALL_BYTES = 2**26
 KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
@@ -254,7 +256,7 @@ class RoundDriver:
 
     def _collect(self, member: Member) -> None:
         """Keep the results of cuts that have become entries, by these."""
-        for entry in (committed.entry for committed in member.log.committed[-KEPT_UPDATES:]):
+        for entry in (committed.entry for committed in member.log.committed):
             if not entry.cut.averages:
                 self.updates.setdefault(entry.hash, [])
             elif entry.cut.hash in self._results:
@@ -272,7 +274,9 @@ class RoundDriver:
         heads = [head for _, head in sorted(member.log.heads().items())]
         # None, if another log has taken the place of this one meanwhile: then a state is taken over.
         applied = heads[: heads.index(self._weights[1]) + 1] if self._weights[1] in heads else []
-        kept = {*applied[-KEPT_UPDATES:], *set(member.log.heads().values()) - set(applied)}
+        most_bytes = max((sum(each.nbytes for each in averages) for averages in self.updates.values()), default=0)
+        num_kept = min(max(KEPT_UPDATES, SMALL_BYTES // max(most_bytes, 1)), MOST_KEPT_UPDATES)
+        kept = {*applied[-num_kept:], *set(member.log.heads().values()) - set(applied)}
         self.updates = {entry: averages for entry, averages in self.updates.items() if entry in kept}
 
     async def _catch_up(self) -> None:
