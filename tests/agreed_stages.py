@@ -213,7 +213,7 @@ class Rig:
             transport=peer.transport,
             agreement=peer.agreement,
             snapshots=self.snapshots,
-            holders=lambda: [rig.peer.identity.peer_id for rig in self.rigs.values()],
+            holders=lambda: sorted({seat.peer for seat in peer.core.epoch.seats} | self.rigs.keys()),
         )
         self.keeper = AgreedSnapshotKeeper(
             context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
