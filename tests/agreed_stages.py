@@ -66,7 +66,7 @@ def resolved_of(optimizer="sgd", **sections):
                 "stages": {"count": 2},
                 "data": {"sequence_length": LENGTH},
                 "training": training | sections.pop("training", {}),
-                "optimizer": {"name": optimizer, "learning_rate": 0.05},
+                "optimizer": {"name": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.002},
                 "averaging": {"compare_weights_every": 2} | sections.pop("averaging", {}),
                 "recovery": {"snapshot_every": 0},
             }

@@ -163,11 +163,13 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
+        self._mates.ask_for_log()
+        with anyio.move_on_after(ASK_S):
+            await self._context.changed.wait_for(lambda: self._mates.newest_log() is not None)
         if (known := self._mates.newest_log()) is not None and known.is_empty:
             # No entry names a root yet. The weights that the run has begun with need none.
             return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
-        self._mates.ask_for_log()
 
         async def take(state: StageState) -> None:
             taken[:] = [await self._take(state)]
@@ -214,8 +216,8 @@ class StageSources:
         while True:
             known = self._mates.newest_log()
             number = next((each for each, head in known.heads().items() if head == entry), None) if known else None
-            if known is None or number is None or known.since(number):
-                return known if number is not None else None
+            if known is None or number is None or known.is_empty or known.since(number):
+                return known if known is not None and number is not None and known.since(number) else None
             self._mates.ask_for_log()
             with anyio.move_on_after(ASK_S):
                 await self._context.changed.wait_for(partial(self._is_past, known))
