@@ -161,11 +161,18 @@ class Epoch:
 
     @cached_property
     def voters(self) -> tuple[Seat, ...]:
-        """Those who choose the next epoch: coordinators, then the oldest seats, one for each vote."""
+        """Those who choose the next epoch: coordinators, then the oldest seats, one for each vote.
+
+        They are an odd number: of an even one, all but one can do without as many, and a smaller majority decides. So a
+        run of one peer goes on without its coordinator.
+        """
         first_of = dict[str, Seat]()
         for seat in (*self.roster(COORDINATORS), *self.seats):
             first_of.setdefault(self.vote_of(seat), seat)
-        return tuple(first_of.values())[:MAX_VOTERS]
+        found = tuple(first_of.values())[:MAX_VOTERS]
+        if len(found) % 2:
+            return found
+        return found[1:] if self.roster(COORDINATORS) else found[:-1]
 
     def is_quorum(self, seats: Iterable[Seat], of: Iterable[Seat]) -> bool:
         """Whether some seats have more than half of the votes that all of them have."""
