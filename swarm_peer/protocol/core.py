@@ -53,7 +53,8 @@ class RoundRules:
         batch, unit: samples of a round, and of a microbatch
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
-        roots_every: rounds from one at which all members tell the root of their state to the next; 0 for none
+        roots_every: optimizer steps from one at which all members tell the root of their state to the next; 0 for none
+        snapshots_every: those from one of which snapshots are kept to the next; 0 for none
     """
 
     num_stages: int
@@ -62,6 +63,7 @@ class RoundRules:
     lag: int = 0
     period: int = 1
     roots_every: int = 1
+    snapshots_every: int = 0
 
     @property
     def most_weight(self) -> int:
@@ -72,9 +74,13 @@ class RoundRules:
         """Whether a round ends with an average."""
         return (number + 1) % self.period == 0
 
-    def is_rooted(self, number: int) -> bool:
-        """Whether a round begins with all members telling the root of their state."""
-        return self.roots_every > 0 and number % self.roots_every == 0
+    def is_rooted(self, optimizer_step: int) -> bool:
+        """Whether all members tell the root of the state of an optimizer step: to compare it, or to name a snapshot.
+
+        Within a period, stage-mates have weights of their own.
+        """
+        due = (optimizer_step % every == 0 for every in (self.roots_every, self.snapshots_every) if every)
+        return any(due) and optimizer_step % self.period == 0
 
     def fills(self, close: Close, epoch_of: EpochOf) -> bool:
         """Whether counts of seats of stage 0 fill the batch: one of each author, all of this round and one base."""
@@ -201,6 +207,11 @@ class Core:
         """Note that the state of a stage that had been taken over is gone."""
         self._prepared.pop(stage, None)
         self.membership.prepared -= {stage}
+
+    def resign(self, stage: int) -> None:
+        """Give up the place in a stage that has lost the state which it should begin anew with."""
+        if (member := self.members.get(stage)) is not None:
+            member.is_lost = True
 
     @property
     def epoch(self) -> Epoch:

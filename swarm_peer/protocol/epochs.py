@@ -228,29 +228,34 @@ def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:
 def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restart | None:
     """Where to begin anew: the newest step of which somebody offers a snapshot of every stage; None if there is none.
 
-    Where all that is told of the run is a few steps, it may begin with the initial weights.
+    The snapshots are of one base, so that the stages fit together; of several bases, the one of most holders. Where all
+    that is told of the run is a few steps, it may begin with the initial weights.
     """
     offers = [wish for wish in wishes if isinstance(wish, Offer)]
     if not offers:
         return None
-    offered = {snapshot for offer in offers for snapshot in offer.snapshots}
     after_round = max(epoch.restart.first_round, *(offer.round for offer in offers))
-    for step in sorted({snapshot.optimizer_step for snapshot in offered}, reverse=True):
-        entries = [_entry_of(stage, step, offers) for stage in range(rules.num_stages)]
-        if None not in entries:
-            return rules.restart(after_round, step, tuple(filter(None, entries)))
+    times = {(snapshot.optimizer_step, snapshot.base) for offer in offers for snapshot in offer.snapshots}
+    complete = list[tuple[int, int, str, tuple[str, ...]]]()
+    for step, base in times:
+        found = [_most_held(stage, step, base, offers) for stage in range(rules.num_stages)]
+        if all(entry for _, entry in found):
+            complete.append((step, min(num for num, _ in found), base, tuple(entry for _, entry in found)))
+    if complete:
+        step, _, _, entries = max(complete)
+        return rules.restart(after_round, step, entries)
     come_to = max(offer.optimizer_step for offer in offers)
     return rules.restart(after_round, 0) if come_to <= rules.begin_anew_steps else None
 
 
-def _entry_of(stage: int, step: int, offers: Iterable[Offer]) -> str | None:
-    """The entry by which most holders know a stage's snapshot of a step."""
+def _most_held(stage: int, step: int, base: str, offers: Iterable[Offer]) -> tuple[int, str]:
+    """The entry by which most holders know a stage's snapshot, and their number; an empty one if nobody holds any."""
     holders = defaultdict(set)
     for offer in offers:
         for snapshot in offer.snapshots:
-            if (snapshot.stage, snapshot.optimizer_step) == (stage, step):
+            if (snapshot.stage, snapshot.optimizer_step, snapshot.base) == (stage, step, base):
                 holders[snapshot.entry].add(offer.author)
-    return max(holders, key=lambda entry: (len(holders[entry]), entry), default=None)
+    return max(((len(authors), entry) for entry, authors in holders.items()), default=(0, ""))
 
 
 def _joins(wishes: Iterable[Wish]) -> list[Join]:

@@ -316,7 +316,11 @@ class Log:
     @property
     def optimizer_step(self) -> int:
         """How many updates the weights have had."""
-        return self.restart.optimizer_step + self.next_round - self.restart.first_round
+        return self.optimizer_step_at(self.next_round)
+
+    def optimizer_step_at(self, number: int) -> int:
+        """How many updates the weights have had that embody the entry before a round."""
+        return self.restart.optimizer_step + number - self.restart.first_round
 
     @property
     def head(self) -> str:

@@ -46,7 +46,7 @@ class Member:
         log: the stage's
         state: the hash of the entry that the weights embody; empty where they have yet to be taken over
         ledger: of the data, as the state has it; None at other stages than 0, and without a state
-        is_lost: whether entries of the stage are gone for good, so that this seat has to leave it
+        is_lost: whether entries of the stage, or its state, are gone for good, so that this seat has to leave it
         work: what it could bring to the next cuts
         reign: the epoch since which the leader leads whose log this seat follows; None while it asks for that log
         granted: what it may read and launch, at stage 0
@@ -311,7 +311,7 @@ class Member:
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
         if not (is_full and has_base and cut.is_within(self._context.most_weight)):
             return False
-        is_ours = cut.base[self.stage] == self.base(cut.round) and cut.root in ("", present.root or cut.root)
+        is_ours = cut.base[self.stage] == self.base(cut.round) and present.root in (None, cut.root)
         is_repeating = self.ledger is not None and cut.is_repeating(self.ledger)
         return is_ours and not is_repeating and all(each.base in ((), cut.base) for each in cut.brings)
 
@@ -423,7 +423,7 @@ class Member:
         return cast(Signed[S], self._signed[body])
 
     def _is_rooted(self, present: OpenRound) -> bool:
-        return present.is_rooted or self._context.is_rooted(present.number)
+        return present.is_rooted or self._context.is_rooted(self.log.optimizer_step_at(present.number))
 
     def _is_ready(self, present: OpenRound) -> bool:
         has_root = present.root is not None or not self._is_rooted(present)

@@ -91,11 +91,18 @@ class Stuck(Statement):
 
 
 class Snapshot(NamedTuple):
-    """A snapshot that somebody holds: of a stage, after an optimizer step, as an entry names it by its hash."""
+    """A snapshot that somebody holds: of a stage, after an optimizer step.
+
+    Attributes:
+        entry: the hash of the entry whose cut names the root of the state
+        base: a hash of the heads of all stages that the entry was computed from: the same at all stages, and another
+            one in a part of the run that it has gone back from
+    """
 
     optimizer_step: int
     stage: int
     entry: str
+    base: str = ""
 
 
 @dataclass(frozen=True)

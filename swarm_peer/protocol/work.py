@@ -34,7 +34,7 @@ class RoundContext:
         most_weight: that one contribution may have, and samples
         lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
         averages: whether a round ends with an average
-        is_rooted: whether all members tell the root of the state that a round begins with
+        is_rooted: whether all members tell the root of the state of an optimizer step
         fills: whether counts fill the batch of a round
         believed: the samples of each author's count of a round that there are receipts for
         epoch_of: an epoch that was chosen, by its id

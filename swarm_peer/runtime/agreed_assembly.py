@@ -39,8 +39,9 @@ from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.stage.time_meter import TimeMeter
+from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
 from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.cut_averager import CutAverager
@@ -68,7 +69,7 @@ class PeerParts:
     transport: Transport
     dispatcher: CallDispatcher
     directory: Directory
-    snapshots: SnapshotStore
+    snapshots: NamedSnapshots
     agreement: Agreement
 
 
@@ -86,6 +87,7 @@ class ReplicaParts:
     giving: Giving
     sources: StageSources
     state_server: AgreedStateServer
+    keeper: AgreedSnapshotKeeper
     reports: AgreedReports
     updates: UpdateRecord
     launcher: BatchLauncher | None
@@ -155,6 +157,7 @@ class Assembly:
         no_counts = NoCounts(Life(seat.peer, seat.life), lambda _: self.peer.directory.look_soon())
         core = self._make_core(agreed, no_counts, neighbours)
         averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=transport)
+        taker, keeper = self._make_keeper()
         sources = StageSources(
             context=context,
             transport=transport,
@@ -163,8 +166,9 @@ class Assembly:
             donors=self._donors,
             newest_log=self._newest_log,
             num_slices=self.data.reader.num_slices() if self.data is not None else None,
+            snapshots=taker,
         )
-        workplace = StageWorkplace(context=context, core=core, updates=updates)
+        workplace = StageWorkplace(context=context, core=core, updates=updates, copied=keeper.take)
         reports = AgreedReports(context=context, stage=stage, result=lambda: workplace.result)
         driver = RoundDriver(
             agreement=agreement,
@@ -195,6 +199,7 @@ class Assembly:
             giving=giving,
             sources=sources,
             state_server=state_server,
+            keeper=keeper,
             reports=reports,
             updates=updates,
             launcher=launcher,
@@ -209,6 +214,25 @@ class Assembly:
         """The ids of the stage-mates."""
         core = self.peer.agreement.core
         return [seat.peer for seat in core.epoch.roster(self._stage) if seat != core.membership.me]
+
+    def _make_keeper(self) -> tuple[SnapshotTaker, AgreedSnapshotKeeper]:
+        context, agreement, snapshots = self.peer.context, self.peer.agreement, self.peer.snapshots
+        taker = SnapshotTaker(
+            context=context,
+            threads=context.threads,
+            transport=self.peer.transport,
+            agreement=agreement,
+            snapshots=snapshots,
+            holders=self._holders,
+        )
+        return taker, AgreedSnapshotKeeper(
+            context=context, stage=self._stage, agreement=agreement, snapshots=snapshots, taker=taker
+        )
+
+    def _holders(self) -> Sequence[str]:
+        """The ids of all peers that may have a snapshot."""
+        placed = {seat.peer for seat in self.peer.agreement.core.epoch.seats}
+        return sorted(placed | {peer.peer_id for peer in self.peer.directory.view.peers})
 
     def _newest_log(self) -> Log | None:
         member = self._member()

@@ -29,7 +29,7 @@ from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import DeviceThread
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.wire.agreement import Statements
 
 log = logging.getLogger(__name__)
@@ -89,10 +89,7 @@ class Peer:
         )
         dht.dial_by(self._directory.addresses_of)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
-        self._snapshots = SnapshotStore(
-            clock=context.clock, threads=context.threads, storage=context.storage, is_member=self._members.include
-        )
-        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=self._snapshots.calls)
+        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
         self._mover: Mover | None = None
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._moved_from = UNDECIDED
@@ -195,7 +192,14 @@ class Peer:
             ticket=ticket_of(self._dht.passes, self._me),
             acquaintances=lambda: [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me],
         )
-        self._dispatcher.add(None, self._snapshots.calls | agreement.calls)
+        snapshots = NamedSnapshots(
+            clock=context.clock,
+            threads=context.threads,
+            storage=context.storage,
+            is_member=self._members.include,
+            restart=lambda: agreement.core.epoch.restart,
+        )
+        self._dispatcher.add(None, snapshots.calls | agreement.calls)
         parts = PeerParts(
             context=context,
             device=self._device,
@@ -204,7 +208,7 @@ class Peer:
             transport=self._transport,
             dispatcher=self._dispatcher,
             directory=self._directory,
-            snapshots=self._snapshots,
+            snapshots=snapshots,
             agreement=agreement,
         )
         self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)

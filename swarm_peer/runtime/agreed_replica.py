@@ -136,7 +136,8 @@ class Replica:
     def _complaint(self) -> Complaint | None:
         """The worst of what keeps this replica from its work."""
         parts = self.parts
-        return worst([parts.updates.complaint(), *([] if parts.launcher is None else [parts.launcher.complaint()])])
+        of_data = [] if parts.launcher is None else [parts.launcher.complaint()]
+        return worst([parts.updates.complaint(), parts.keeper.complaint(), *of_data])
 
     @property
     def stages_of_interest(self) -> Sequence[int]:
@@ -163,6 +164,7 @@ class Replica:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(parts.driver.run)
             tasks.start_soon(parts.state_server.run)
+            tasks.start_soon(parts.keeper.run)
             tasks.start_soon(self._keep_place, explain)
             if parts.launcher is not None and parts.pool is not None:
                 tasks.start_soon(parts.pool.run)

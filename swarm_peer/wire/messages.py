@@ -71,6 +71,8 @@ Head = Annotated[str, Field(min_length=1, max_length=64)]
 Heads = Annotated[tuple[Head, ...], Field(max_length=256)]
 # One signed receipt (wire/agreement.py).
 MAX_RECEIPT_BYTES = 32 * 1024
+# One entry with its certificate (wire/agreement.py): it has come in a message.
+MAX_ENTRY_BYTES = 1 << 20
 
 
 class MicrobatchCall(RoundCall):
@@ -337,6 +339,8 @@ class StateIndexCall(Call):
             if that is None, for the callee's newest state, or one a few rounds older that it holds already. `update`
             asks for the averaged gradients that ended round `min_round` of the callee's own stage.
         min_round: the earliest round whose state is of use to the caller; the callee waits until it is there
+        entry: asks for the snapshot that the entry of this hash names (docs/protocol.md)
+        optimizer_step: asks for the snapshot of this step, whatever its name is
     """
 
     op: Literal["state_index"] = "state_index"
@@ -344,6 +348,8 @@ class StateIndexCall(Call):
     kind: Literal["state", "update"] = "state"
     min_round: RoundNumber = 0
     created_at_round: RoundNumber | None = None
+    entry: Checksum = ""
+    optimizer_step: OptimizerStep | None = None
 
 
 class StateEntry(Body):
@@ -365,6 +371,7 @@ class StateIndex(Body):
         history_hash: digest of the updates that led to these weights
         lineage: of a state, see policy/lineage.py; whole digests
         ledger: at stage 0, the samples that these updates have counted (ledger_codec.py)
+        entry: of a snapshot, the entry that names its root, with its certificate (wire/agreement.py)
     """
 
     stage: Stage
@@ -376,6 +383,7 @@ class StateIndex(Body):
     history_hash: Checksum
     lineage: bytes = Field(b"", max_length=MAX_LINEAGE_BYTES)
     ledger: bytes = Field(b"", max_length=MAX_LEDGER_BYTES)
+    entry: bytes = Field(b"", max_length=MAX_ENTRY_BYTES)
     entries: tuple[StateEntry, ...] = Field(max_length=MAX_STATE_TENSORS, fail_fast=True)
 
     @field_validator("lineage")

@@ -150,7 +150,8 @@ class Driver:
                 step_of = member.log.optimizer_step
                 round_, step = max(round_, member.log.next_round), max(step, step_of)
                 if step_of and step_of % SNAPSHOT_EVERY == 0 and world.rounds.averages(member.log.next_round - 1):
-                    held.add(Snapshot(step_of, stage, member.log.head))
+                    newest = [committed.entry.cut.base for committed in member.log.committed[-1:]]
+                    held.add(Snapshot(step_of, stage, member.log.head, hash_of((member.log.restart, newest))))
         newest = {}
         for snapshot in sorted(held):
             newest.setdefault(snapshot.stage, []).append(snapshot)

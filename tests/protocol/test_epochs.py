@@ -145,6 +145,20 @@ def test_the_newest_snapshot_of_all_stages_is_where_it_begins_anew():
     assert next_epoch(found, [], RULES) is None
 
 
+def test_the_snapshots_of_a_restart_are_of_one_base():
+    def held(*snapshots):
+        return frozenset(Snapshot(step, stage, f"{base}/{step}/{stage}", base) for step, stage, base in snapshots)
+
+    own, left_behind = ((20, 0, "new"), (20, 1, "new"), (30, 0, "new")), ((30, 1, "old"), (20, 0, "old"))
+    offers = [Offer(A, ID, 34, 30, held(*own)), Offer(D, ID, 30, 30, held(*left_behind))]
+    found = next_epoch(LOST, [fresh(E, 1), *offers], RULES)
+    assert found.restart == Restart(35, 20, ("new/20/0", "new/20/1"))
+    both = [Offer(seat, ID, 34, 30, held(*own)) for seat in (A, D)]
+    other = Offer(C, ID, 30, 30, held((20, 0, "old"), (20, 1, "old")))
+    found = next_epoch(LOST, [fresh(E, 1), other, *both], RULES)
+    assert found.restart.entries == ("new/20/0", "new/20/1"), "more hold these"
+
+
 def test_a_run_of_few_steps_begins_with_its_initial_weights():
     assert next_epoch(LOST, [fresh(E, 1), offer(A, 5)], RULES).restart == Restart(6, 0)
     assert next_epoch(LOST, [fresh(E, 1), offer(A, 6)], RULES) is None

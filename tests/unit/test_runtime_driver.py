@@ -81,7 +81,7 @@ class Shop:
         for average in averages:
             self.weights = self.weights - RATE * average
 
-    async def root(self):
+    async def root(self, standing):
         return digest(self.weights)
 
     async def digest(self, averages):

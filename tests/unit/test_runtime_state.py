@@ -41,6 +41,7 @@ from swarm_peer.runtime.state.state_server import (
     MOST_STATES_BYTES,
     RETAIN_S,
 )
+from swarm_peer.runtime.state.stored import make_stored
 from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, Memory, fetch_state
 from swarm_peer.wire.messages import (
     ListSnapshotsCall,
@@ -959,7 +960,7 @@ async def test_no_update_waits_until_a_state_is_hashed(world, monkeypatch):
 
     def slowly(stage, kind, state):
         assert kind == "update" or may_hash.wait(10)
-        return snapshots.make_stored(stage, kind, state)
+        return make_stored(stage, kind, state)
 
     monkeypatch.setattr(state_server, "make_stored", slowly)
     async with anyio.create_task_group() as tasks:

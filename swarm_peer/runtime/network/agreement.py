@@ -272,6 +272,7 @@ def rounds_of(manifest: RunManifest) -> RoundRules:
         lag=averaging.rounds_ahead,
         period=averaging.steps_per_average,
         roots_every=averaging.compare_weights_every,
+        snapshots_every=manifest.recovery.snapshot_every,
     )
 
 

@@ -23,9 +23,12 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.index import StageState, extend_history
-from swarm_peer.runtime.state.snapshot_store import StoredState, make_stored
+from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.named_snapshots import NamedState
+from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.ledger_codec import read_ledger
 from swarm_peer.wire.messages import StateIndexCall
@@ -80,22 +83,13 @@ class Taken:
     ledger: Ledger | None
 
 
-def root_of(state: Mapping[str, Tensor]) -> str:
-    """The root of a stage's state: a digest of all that the next steps depend on."""
-    return extend_history("", (state[name] for name in sorted(state)))
-
-
-def digest_of(averages: Sequence[Tensor]) -> str:
-    """A digest of an update, as entries name it."""
-    return extend_history("", averages)
-
-
 class StageSources:
     """Takes over what one seat lacks: see `Sources`. Belongs to the event loop's thread.
 
     Args:
         donors: ids of the stage-mates
         newest_log: the stage's log as it is known now, which goes on while a state is downloaded
+        snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
 
     Attributes:
@@ -112,6 +106,7 @@ class StageSources:
         donors: Callable[[], Sequence[str]],
         newest_log: Callable[[], Log | None],
         num_slices: int | None,
+        snapshots: SnapshotTaker,
     ):
         self.bytes_per_s = 0.0
         self._context = context
@@ -122,6 +117,7 @@ class StageSources:
         self._donors = donors
         self._newest_log = newest_log
         self._num_slices = num_slices
+        self._snapshots = snapshots
         self._rng = context.random.stream("states")
 
     async def update(self, committed: Committed) -> list[Tensor]:
@@ -152,6 +148,9 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
+        if (known := self._newest_log()) is not None and known.is_empty:
+            # No entry names a root yet. The weights that the run has begun with need none.
+            return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
 
         async def take(state: StageState) -> None:
@@ -184,9 +183,9 @@ class StageSources:
             raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
         following = known.since(rounds[entry])
         root = following[0].entry.cut.root if following else ""
-        if not root and not known.is_empty:
+        if not root:
             raise InvalidMessage("no entry names the root of this state yet")
-        if root and root != await self._context.threads.run(root_of, dict(state.tensors)):
+        if root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
         step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round
@@ -209,7 +208,7 @@ class StageSources:
         adopted: list[bool] = []
 
         async def take(state: StageState) -> None:
-            if await self._context.threads.run(root_of, dict(state.tensors)) != root:
+            if await self._context.threads.run(root_of, dict(state.tensors), state.ledger) != root:
                 raise InvalidMessage("a state of another root than the one that is asked for")
             own = await self._core.device_thread.run(Priority.STEP, self._trainer.state)
             is_close = await self._context.threads.run(_are_close, state.tensors, own)
@@ -231,8 +230,16 @@ class StageSources:
         Raises:
             CallError: the run begins with a snapshot, which nobody gives
         """
+        ledger: list[Ledger] = []
+
+        async def take(named: NamedState) -> None:
+            if self._num_slices is not None:
+                ledger[:] = [read_ledger(named.state.ledger, self._num_slices)]
+            await self._load(named.state, restart.optimizer_step)
+
         if restart.entries:
-            raise NotServing("snapshots are not taken over yet")
+            await self._snapshots.take(self._stage, restart.entries[self._stage], restart.optimizer_step, take)
+            return ledger[0] if ledger else None
         await self._core.device_thread.run(Priority.STEP, self._trainer.restart)
         return Ledger(self._num_slices) if self._num_slices is not None else None
 

@@ -40,6 +40,7 @@ class StageState:
         tensors: by name
         ledger: at stage 0, the samples that these updates have counted
         lineage: tells the updates that led to a state apart from those of others; empty in updates
+        entry: of a snapshot, the entry that names its root, with its certificate, as bytes
     """
 
     round_number: int
@@ -48,6 +49,7 @@ class StageState:
     timeline: Timeline = FIRST_TIMELINE
     ledger: bytes = b""
     lineage: bytes = b""
+    entry: bytes = b""
 
     @property
     def optimizer_step(self) -> int:
@@ -89,6 +91,7 @@ def make_index(
         history_hash=state.history_hash,
         lineage=state.lineage,
         ledger=state.ledger,
+        entry=state.entry,
         entries=tuple(entries),
     )
     return index, tuple(parts)
@@ -144,7 +147,9 @@ def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
         except RuntimeError as error:
             raise InvalidMessage(f"tensor {entry.name:.100} of shape {entry.shape}: {error}") from error
     timeline = timeline_of(index)
-    return StageState(index.round_number, index.history_hash, tensors, timeline, index.ledger, index.lineage)
+    return StageState(
+        index.round_number, index.history_hash, tensors, timeline, index.ledger, index.lineage, index.entry
+    )
 
 
 def digest_weights(weights: Iterable[torch.Tensor]) -> str:

@@ -7,30 +7,24 @@ snapshots are kept. Must not know of training: state_server.py gives the state t
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import anyio
-import numpy as np
-import torch
 
 from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.policy.recovery import MOST_LISTED, SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.context import Clock, Storage, Threads
-from swarm_peer.runtime.network.transport import Handler, Reply, pack_fields
-from swarm_peer.runtime.state.index import StageState, as_bytes, assemble, hash_chunks, make_index, timeline_of
-from swarm_peer.wire.codecs import bytes_of
+from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.runtime.state.index import StageState, hash_chunks, timeline_of
+from swarm_peer.runtime.state.stored import StateSource, StoredState, read_stored, write_stored
 from swarm_peer.wire.messages import (
     STATE_CHUNK_BYTES,
     Body,
     ListSnapshotsCall,
     ListSnapshotsReply,
     StateChunkCall,
-    StateIndex,
     StateIndexCall,
 )
 
@@ -39,47 +33,6 @@ log = logging.getLogger(__name__)
 # Chunks that are compared with their hashes at once.
 MOST_HASHING = 2
 GONE_ON = "stage-mates went on without this peer"
-
-
-@dataclass(slots=True)
-class StoredState:
-    """A state or an update that other peers can download.
-
-    Attributes:
-        packed: the index as bytes
-        key: hash of `packed`, by which other peers ask for its chunks
-        used_at: when a peer last asked for it, on the context's clock
-    """
-
-    index: StateIndex
-    packed: bytes
-    key: bytes
-    tensors: tuple[memoryview, ...]
-    used_at: float = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensors."""
-        return sum(part.nbytes for part in self.tensors)
-
-
-class StateSource(Protocol):
-    """A replica in this peer that gives its own state away.
-
-    Attributes:
-        stored: what peers are downloading, by the hash of its index
-    """
-
-    stored: dict[bytes, StoredState]
-
-    @property
-    def step(self) -> StepState:
-        """Where the replica stands."""
-        ...
-
-    async def find(self, call: StateIndexCall) -> StoredState:
-        """Find the replica's state or an update that is asked for. Raises NotServing."""
-        ...
 
 
 class SnapshotStore:
@@ -134,7 +87,7 @@ class SnapshotStore:
         writing = object()
         self._being_written[writing] = ref
         try:
-            stored = await self._threads.run(_write_stored, self._storage, _name_of(ref), stage, state)
+            stored = await self._threads.run(write_stored, self._storage, _name_of(ref), stage, state)
             is_given_up = writing not in self._being_written
         finally:
             self._being_written.pop(writing, None)
@@ -177,7 +130,7 @@ class SnapshotStore:
         if ref not in self._snapshots or self._is_given_up(ref):
             return None
         stored = self._snapshots[ref]
-        state = await self._threads.run(_read_stored, stored)
+        state = await self._threads.run(read_stored, stored)
         if state is None:
             self._forget_damaged(ref, stored)
         return state
@@ -301,33 +254,6 @@ class SnapshotStore:
         return Reply(reply.model_dump())
 
 
-def make_stored(stage: int, kind: Literal["state", "update"], state: StageState) -> StoredState:
-    """Make a state or an update ready for download. Takes a second per gigabyte."""
-    index, tensors = make_index(stage, kind, state)
-    packed = pack_fields(index)
-    return StoredState(index, packed, hashlib.sha256(packed).digest(), tensors)
-
-
-def _read_stored(stored: StoredState) -> StageState | None:
-    """Copy a snapshot's tensors out of the file; None if the file is not what was written."""
-    buffers = [torch.tensor(np.frombuffer(part, np.uint8)) for part in stored.tensors]
-    hashes = [hash_chunks(as_bytes(buffer)) for buffer in buffers]
-    if hashes != [entry.chunks for entry in stored.index.entries]:
-        return None
-    return assemble(stored.index, buffers)
-
-
 def _name_of(ref: SnapshotRef) -> str:
     """Name of the file with a snapshot's tensors."""
     return f"stage-{ref.stage}-round-{ref.created_at_round}"
-
-
-def _write_stored(storage: Storage, name: str, stage: int, state: StageState) -> StoredState:
-    """Write a snapshot's tensors to a file, and map the file into memory."""
-    stored = make_stored(stage, "state", state)
-    sizes = [part.nbytes for part in stored.tensors]
-    storage.write(name, stored.tensors)
-    mapped = storage.map(name) if sum(sizes) else np.empty(0, np.uint8)
-    ends = np.cumsum(sizes)
-    stored.tensors = tuple(bytes_of(mapped[end - size : end]) for end, size in zip(ends, sizes, strict=True))
-    return stored

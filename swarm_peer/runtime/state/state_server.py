@@ -21,7 +21,7 @@ from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState, timeline_of
-from swarm_peer.runtime.state.snapshot_store import StoredState, make_stored
+from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.wire.messages import StateIndexCall
 
 # A peer waits this long for the round that a caller asks for. The caller asks again if that is not enough.

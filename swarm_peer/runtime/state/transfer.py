@@ -118,6 +118,7 @@ async def fetch_state(
     rng: random.Random,
     take: Callable[[StageState], Awaitable[None]] | None = None,
     room: Room = MEMORY,
+    are_holders: bool = False,
 ) -> StageState:
     """Download the state or update that `call` asks for.
 
@@ -128,6 +129,7 @@ async def fetch_state(
         optimizer_step, timeline: refuse an index of weights of another one, if given
         take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
         room: where the state is to lie
+        are_holders: whether all donors are asked at once, since few may have it, and these have hashed it before
 
     Raises:
         NoRoom: there was no room for what a donor offered, and no other gave it
@@ -153,19 +155,21 @@ async def fetch_state(
         reasons.append(f"{donor}: {error}")
 
     while waiting:
-        asked, waiting = waiting[:MAX_DONORS], waiting[MAX_DONORS:]
-        timeout_s = CALL_TIMEOUT_S + max_bytes / HASHED_BYTES_PER_S
-        found = await _ask_index(transport, asked, call, timeout_s, check, failed)
+        asked, waiting = (waiting, []) if are_holders else (waiting[:MAX_DONORS], waiting[MAX_DONORS:])
+        found = await _ask_index(transport, asked, call, 0 if are_holders else max_bytes, check, failed)
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
         for name, (index, agreeing) in reversed(by_age):
             state = await _download(transport, name, index, agreeing, call.manifest, failed, take, room)
             if state is not None:
                 return state
-    what = f"{call.kind} of stage {call.of_stage}"
     if refused:
         raise NoRoom(refused[0])
-    raise CallError(f"no donor gave the {what}: {'; '.join(sorted(reasons)) or 'there is none'}")
+    raise CallError(f"no donor gave the {call.kind} of stage {call.of_stage}: {_joined(reasons)}")
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    return "; ".join(sorted(reasons)) or "there is none"
 
 
 def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:
@@ -173,18 +177,24 @@ def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) 
 
     For a snapshot the round does not count, since weights created in one round can begin several: see Timeline.
     """
-    return (index.round_number if call.created_at_round is None else call.created_at_round, len(donors), min(donors))
+    is_snapshot = call.created_at_round is not None or call.entry != "" or call.optimizer_step is not None
+    return (0 if is_snapshot else index.round_number, len(donors), min(donors))
 
 
 async def _ask_index(
     transport: Transport,
     donors: Sequence[str],
     call: StateIndexCall,
-    timeout_s: float,
+    hashed_bytes: int,
     check: Callable[[StateIndex], None],
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
-    """Ask donors for their index. Returns each index with the donors that gave it, by the index's hash."""
+    """Ask donors for their index. Returns each index with the donors that gave it, by the index's hash.
+
+    Args:
+        hashed_bytes: as much as they may have to hash first
+    """
+    timeout_s = CALL_TIMEOUT_S + hashed_bytes / HASHED_BYTES_PER_S
     found: dict[bytes, tuple[StateIndex, list[str]]] = {}
 
     async def ask(donor: str) -> None:

@@ -98,8 +98,8 @@ class Workplace(Protocol):
     async def apply(self, averages: Sequence[Tensor]) -> None:
         """Update the weights; with no averages, as a round ends that has none."""
 
-    async def root(self) -> str:
-        """The root of the state."""
+    async def root(self, standing: SeatWeights) -> str:
+        """The root of the state, whose weights are these."""
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
@@ -450,8 +450,8 @@ class RoundDriver:
 
     async def _tell_root(self) -> None:
         member = self._member()
-        state = member.state
-        member.rooted(state, await self._workplace.root())
+        standing = self._seat_weights(member)
+        member.rooted(standing.entry, await self._workplace.root(standing))
 
     async def _adopt(self) -> None:
         member = self._member()

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor, empty_like
 
 from swarm_peer.model.round_strategy import StepResult
+from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import UpdateRecord
@@ -16,7 +17,8 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.agreed_states import digest_of, root_of
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.step.contribution import contributions
 from swarm_peer.runtime.step.driver import SeatWeights
 from swarm_peer.wire.ledger_codec import encode_ledger
@@ -29,18 +31,34 @@ def timeline_of(restart: Restart) -> Timeline:
     return Timeline(restart.first_round, restart.optimizer_step, created_at_round=restart.first_round)
 
 
+def _encoded(ledger: Ledger | None) -> bytes:
+    """The ledger as states carry it."""
+    return b"" if ledger is None else encode_ledger(ledger)
+
+
 class StageWorkplace:
     """A `Workplace` of one replica. Belongs to the event loop's thread.
+
+    Args:
+        copied: told of each state whose root is asked for, with the root
 
     Attributes:
         result: how the last update went; None before the first
     """
 
-    def __init__(self, *, context: PeerContext, core: ReplicaCore, updates: UpdateRecord):
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        core: ReplicaCore,
+        updates: UpdateRecord,
+        copied: Callable[[StageState, str], None] = lambda state, root: None,
+    ):
         self._context = context
         self._core = core
         self._trainer = core.trainer
         self._updates = updates
+        self._copied = copied
         self.result: StepResult | None = None
 
     def open(self, number: int, standing: SeatWeights) -> None:
@@ -50,7 +68,7 @@ class StageWorkplace:
             round_number=number,
             timeline=timeline_of(standing.restart),
             history_hash=standing.entry,
-            ledger=b"" if standing.ledger is None else encode_ledger(standing.ledger),
+            ledger=_encoded(standing.ledger),
             weights_version=self._trainer.weights_version,
             began_s=self._context.clock.monotonic_s(),
         )
@@ -90,10 +108,13 @@ class StageWorkplace:
         self.result = await self._in_device_thread(partial(self._trainer.apply, averages))
         self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=self.result.skipped)
 
-    async def root(self) -> str:
-        """The root of the state."""
-        state = await self._in_device_thread(self._trainer.state)
-        return await self._context.threads.run(root_of, state)
+    async def root(self, standing: SeatWeights) -> str:
+        """The root of the state, whose weights are these."""
+        tensors = await self._in_device_thread(self._trainer.state)
+        timeline, ledger = timeline_of(standing.restart), _encoded(standing.ledger)
+        root = await self._context.threads.run(root_of, tensors, ledger)
+        self._copied(StageState(standing.round, standing.entry, tensors, timeline, ledger), root)
+        return root
 
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""

@@ -1,0 +1,30 @@
+"""The digests by which entries name states and updates: the same at all members."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from swarm_peer.runtime.state.index import as_bytes, extend_history
+
+
+def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
+    """The root of a stage's state: a digest of all that the next steps depend on.
+
+    Args:
+        ledger: as states carry it; empty at other stages than 0
+    """
+    digest = hashlib.sha256(ledger)
+    for name in sorted(state):
+        tensor = state[name]
+        # The same bytes under other names, or cut otherwise, are another state.
+        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(as_bytes(tensor))
+    return digest.hexdigest()[:32]
+
+
+def digest_of(averages: Sequence[Tensor]) -> str:
+    """A digest of an update, as entries name it."""
+    return extend_history("", averages)

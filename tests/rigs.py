@@ -1,0 +1,341 @@
+"""Peers with real stages whose rounds are agreed, over a network without wires."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import torch
+from agreeing import quickly, until
+from made_up_slices import FakeReader
+from tiny_models import LENGTH, LLAMA, VOCABULARY
+
+from swarm_peer.config import RunManifest
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
+from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.trouble import UpdateRecord
+from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
+from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.host.machine import FolderStorage
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
+from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.stage.stage_client import StageClient
+from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state import agreed_joining
+from swarm_peer.runtime.state.agreed_joining import join
+from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
+from swarm_peer.runtime.step import driver as driver_module
+from swarm_peer.runtime.step.averaging import GradientAverager
+from swarm_peer.runtime.step.cut_averager import CutAverager
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.giving import Giving
+from swarm_peer.runtime.step.workplace import StageWorkplace
+from swarm_peer.wire.identity import Identity
+
+BATCH = 6
+LENGTHS = (40, 1, 25, 30)
+
+
+def make_quick(monkeypatch):
+    """Nobody waits for long."""
+    quickly(monkeypatch)
+    monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 0.02)
+    monkeypatch.setattr(agreed_joining, "PAUSE_S", 0.05)
+
+
+def resolved_of(optimizer, **sections):
+    return ResolvedManifest.of(
+        RunManifest.model_validate(
+            {
+                "name": "test",
+                "model": {"config": LLAMA},
+                "stages": {"count": 2},
+                "data": {"sequence_length": LENGTH},
+                "training": {"steps": 100, "global_batch_size": BATCH, "microbatch_size": 1},
+                "optimizer": {"name": optimizer, "learning_rate": 0.05},
+                "averaging": {"compare_weights_every": 2},
+                "recovery": {"snapshot_every": 0},
+            }
+            | sections
+        )
+    )
+
+
+def tokens_of(sample):
+    generator = torch.Generator().manual_seed(hash(tuple(sample)) % 2**31)
+    return torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
+
+
+def microbatch(first, second, sample):
+    """Forward and backward of one sample through two stages."""
+    tokens = tokens_of(sample)
+    lower = first.forward(tokens)
+    upper = second.forward(tokens, lower.output)
+    first.backward(lower, second.backward(upper))
+
+
+class Slices(FakeReader):
+    """Slices whose windows hold tokens."""
+
+    def windows(self, slice_id):
+        for window in range(self.lengths[slice_id.slice_index]):
+            yield tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+
+
+async def is_member(peer_id):
+    return True
+
+
+class NoCounts:
+    """No counts travel with microbatches."""
+
+    def __init__(self, peer_id):
+        self.author = Life(peer_id, 1)
+
+    def signed_counts(self, max_bytes):
+        return ()
+
+    def merge(self, counts):
+        pass
+
+
+class Rig:
+    """One peer with a real stage."""
+
+    def __init__(self, peer, stage, resolved, rigs, folder):
+        self.peer, self.stage, self.rigs = peer, stage, rigs
+        self.folder = folder and folder / peer.identity.peer_id
+        context = peer.context
+        self.trainer = StageTrainer(resolved, resolved.specs[stage])
+        self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
+        self.rounds = RoundBook(context.changed)
+        agreed, progress = AgreedWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
+        capacity, speed = Capacity(8), SpeedMeter(context.metrics)
+        client = None
+        if stage == 0:
+            client = StageClient(
+                context=context, stage=1, transport=peer.transport, progress=progress, view=self.view, agreed=agreed
+            )
+        executor = StageExecutor(
+            context=context,
+            trainer=self.trainer,
+            device_thread=self.thread,
+            speed=speed,
+            next_stage=client,
+            capacity=capacity,
+            replies_kept=8,
+            agreed=agreed,
+        )
+        core = ReplicaCore(
+            trainer=self.trainer,
+            capacity=capacity,
+            device_thread=self.thread,
+            speed=speed,
+            rounds=self.rounds,
+            admission=RoundAdmission(capacity=None, rounds=self.rounds, changed=context.changed),
+            executor=executor,
+            time=None,
+        )
+        server = StageServer(
+            context=context, core=core, progress=progress, view=self.view, serves=lambda *_: True, agreed=agreed
+        )
+        shapes = [parameter.shape for parameter in self.trainer.trained.values()]
+        averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=peer.transport)
+        self.ended = []
+        self.snapshots = NamedSnapshots(
+            clock=context.clock,
+            threads=context.threads,
+            storage=FolderStorage(self.folder) if folder else context.storage,
+            is_member=is_member,
+            restart=lambda: peer.core.epoch.restart,
+        )
+        taker = SnapshotTaker(
+            context=context,
+            threads=context.threads,
+            transport=peer.transport,
+            agreement=peer.agreement,
+            snapshots=self.snapshots,
+            holders=lambda: [rig.peer.identity.peer_id for rig in self.rigs.values()],
+        )
+        self.keeper = AgreedSnapshotKeeper(
+            context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
+        )
+        self.sources = StageSources(
+            context=context,
+            transport=peer.transport,
+            trainer=self.trainer,
+            core=core,
+            donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
+            newest_log=self.newest_log,
+            num_slices=len(LENGTHS) if stage == 0 else None,
+            snapshots=taker,
+        )
+        self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
+        self.snapshots.sources[stage] = self.state_server
+        peer.calls.add(None, peer.agreement.calls | self.snapshots.calls)
+        self.driver = RoundDriver(
+            agreement=peer.agreement,
+            stage=stage,
+            workplace=StageWorkplace(context=context, core=core, updates=UpdateRecord(), copied=self.keeper.take),
+            averager=CutAverager(averager),
+            sources=self.sources,
+            changed=context.changed,
+            ended=self.ended.append,
+        )
+        giving = Giving(
+            context=context,
+            agreement=peer.agreement,
+            transport=peer.transport,
+            driver=self.driver,
+            stage=stage,
+            shapes=shapes,
+        )
+        peer.calls.add(stage, server.calls | averager.calls | giving.calls)
+        self.giving, self.admission = giving, core.admission
+        self.pool = SamplePool(context=context, reader=Slices(*LENGTHS))
+        slices = GrantedSlices(pool=self.pool, member=lambda: self.driver.member, num_readers=lambda: 2)
+        self.launcher = BatchLauncher(
+            context=context,
+            core=core,
+            slices=slices,
+            member=lambda: self.driver.member,
+            view=self.view,
+            validation=np.zeros((0, LENGTH + 1), np.int32),
+            look=peer.agreement.look,
+        )
+
+    def _mates(self):
+        mates = (rig for rig in self.rigs.values() if rig is not self and rig.stage == self.stage)
+        return [rig for rig in mates if rig.driver.member is not None]
+
+    def newest_log(self):
+        member = self.driver.member
+        return member.log if member is not None else self.peer.core.told.get(self.stage)
+
+    def kept(self, round_number):
+        for committed in self.driver.member.log.since(round_number)[:1]:
+            if (found := self.driver.updates.get(committed.entry.hash)) is not None:
+                return committed.entry.hash, found
+        return None
+
+    def view(self):
+        """All that have a place, as they announce themselves."""
+        found = (
+            PeerView(
+                peer_id=peer_id,
+                stage=rig.stage,
+                state=PeerState.SERVING,
+                samples_per_s=1.0,
+                work_per_s=1.0,
+                round_number=rig.rounds.step.round_number,
+            )
+            for peer_id, rig in self.rigs.items()
+            if rig.driver.member is not None
+        )
+        return SwarmView(2, tuple(found))
+
+    async def run(self):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.driver.run)
+            tasks.start_soon(self.state_server.run)
+            tasks.start_soon(self.keeper.run)
+            tasks.start_soon(join, self.peer.agreement, self.stage, self.sources)
+            if self.stage == 0:
+                tasks.start_soon(self.pool.run)
+                tasks.start_soon(self.launcher.run)
+
+    async def leave(self):
+        """Give what it has computed to a stage-mate, and give up the place."""
+        self.admission.leave()
+        self.launcher.stop()
+        held = await self.driver.leave()
+        num_given = await self.giving.give(held, [rig.peer.identity.peer_id for rig in self._mates()], enough=1)
+        self.peer.core.membership.desired = frozenset()
+        self.peer.agreement.look()
+        return num_given
+
+
+class Hall:
+    """Peers of two stages.
+
+    Attributes:
+        folder: for the peers' snapshots
+    """
+
+    def __init__(self, resolved, folder=None):
+        self.resolved = resolved
+        self.folder = folder
+        self.rigs = {}
+
+    async def work(self, own, others):
+        if not (stages := own.core.membership.desired - {-1}):
+            return
+        (stage,) = stages
+        rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.resolved, self.rigs, self.folder)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rig.run)
+                await anyio.sleep_forever()
+        finally:
+            rig.thread.stop()
+
+    def cuts(self):
+        """The cuts of stage 0, by round."""
+        found = {}
+        for rig in self.rigs.values():
+            for committed in rig.ended if rig.stage == 0 else ():
+                found.setdefault(committed.entry.cut.round, committed.entry.cut)
+        return [found[number] for number in sorted(found)]
+
+    def one_process(self, cuts):
+        """The weights of both stages that one process has after the rounds of these cuts of stage 0."""
+        trainers = [StageTrainer(self.resolved, spec) for spec in self.resolved.specs]
+        for cut in cuts:
+            for item in cut.samples:
+                for window in range(item.start, item.end):
+                    microbatch(*trainers, SampleId(*item.slice_id, window))
+            for trainer in trainers:
+                trainer.apply(trainer.mean_gradients())
+        return [trainer.state() for trainer in trainers]
+
+    def history(self):
+        """The cuts of stage 0 that the newest one rests on, in their order: the run may have gone back."""
+        restart = next(iter(self.rigs.values())).peer.core.epoch.restart
+        cuts = self.cuts()
+        return [cut for cut in cuts if cut.round < restart.optimizer_step or cut.round >= restart.first_round]
+
+    async def check(self, start, atol=1e-5):
+        """All have the weights that one process makes of the samples that have counted."""
+        counted = [each for cut in self.history() for each in cut.samples]
+        assert num_windows(merge_ranges(counted)) == num_windows(counted), "nothing counts twice"
+        for rig in list(self.rigs.values()):
+            await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
+            state, num_rounds = rig.trainer.state(), rig.trainer.optimizer_step
+            assert num_rounds >= start
+            await until([rig.peer], lambda _, count=num_rounds: len(self.history()) >= count)
+            expected = self.one_process(self.history()[:num_rounds])[rig.stage]
+            for name, value in expected.items():
+                torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
+
+
+async def two_of_each(some):
+    """Two peers of each of two stages, at work."""
+    first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(first, lambda peer: peer.core.membership.stages != frozenset())
+    more = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+    await until(more, lambda peer: peer.core.membership.stages != frozenset(), 60)
+    return first, more
+
+
+def has_come_to(stage, round_number, peer):
+    return stage in peer.core.members and peer.log(stage).next_round >= round_number
