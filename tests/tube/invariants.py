@@ -218,12 +218,13 @@ class Invariants:
         if (stage, entry.hash) not in self.records.entries:
             self.records.entries[stage, entry.hash] = entry
             self.records.restart_of[stage, entry.hash] = member.log.restart
+            roster = HOST.get().agreement.core.membership.epoch_of(entry.cut.epoch)
+            self.records.roster_sizes[stage, entry.hash] = len(roster.roster(stage)) if roster is not None else 0
             self._check_entry(stage, entry)
             self.tube.committed(stage, entry.cut.round)
         for host in self.tube.peers():
             other = members_of(host).get(stage)
-            is_mate = other is not None and host.agreed_epoch == HOST.get().agreed_epoch
-            if other is None or other is member or other.reign is None or not is_mate:
+            if other is None or other is member or other.reign is None or host.epoch_id != HOST.get().epoch_id:
                 continue
             head = other.log.head_before(entry.cut.round + 1)
             if head not in (None, entry.hash) and other.reign == member.reign:
@@ -282,14 +283,19 @@ class Invariants:
                 self._check_first(place, state)
         elif not same_weights(self.shared(known), self.shared(state)):
             self.tube.violation(f"{HOST.get()} holds other weights than its stage-mates at {self._said(place)}")
-        if trainer.optimizer_step != (step := self._step_at(place, restart)):
+        if trainer.optimizer_step != (step := self._step_from(place, restart)):
             self.tube.violation(f"{HOST.get()} is at step {trainer.optimizer_step}, not {step}: {self._said(place)}")
 
     def _said(self, place: Place) -> str:
         entry = self.records.entries.get(place)
         return f"the beginning of stage {place[0]}" if entry is None else f"round {entry.cut.round} of stage {place[0]}"
 
-    def _step_at(self, place: Place, restart: Restart) -> int:
+    def step_at(self, place: Place) -> int:
+        """The optimizer step of a stage's weights."""
+        restart = self.records.restart_of.get(place) or self.records.bases[place]
+        return self._step_from(place, restart)
+
+    def _step_from(self, place: Place, restart: Restart) -> int:
         entry = self.records.entries.get(place)
         return restart.optimizer_step + (0 if entry is None else entry.cut.round + 1 - restart.first_round)
 
@@ -333,7 +339,7 @@ class Invariants:
     def _compare(self, place: Place, entry: Entry, restart: Restart, gradients: Sequence[torch.Tensor]) -> None:
         """An update is the one that a process makes of these gradients, with the state from before it."""
         trainer, before_it = self._reference[place[0]], (place[0], entry.cut.parent)
-        trainer.load_state(self.records.weights[before_it], self._step_at(place, restart) - 1)
+        trainer.load_state(self.records.weights[before_it], self._step_from(place, restart) - 1)
         trainer.apply(gradients)
         self.records.checked += 1
         for name, value in self.shared(trainer.state()).items():
@@ -370,9 +376,10 @@ class Invariants:
         """Whether work was reported lost, or nobody is left who could."""
         if (stage, name) in self.records.told_lost:
             return True
-        hosts = [host for host in self.tube.world.hosts if host.peer_id == name.seat.peer and host.has_life(name.seat)]
-        takers = [self.tube.world.host_of_life(each) for each in self.records.takers.get((stage, name), ())]
-        return not is_held and (not any(host.is_alive for host in hosts) or any(not host.is_alive for host in takers))
+        alive = {host.name for host in self.tube.world.alive()}
+        is_there = any(host.seat == name.seat for host in self.tube.world.alive())
+        takers = self.records.takers.get((stage, name), set())
+        return not is_held and not (takers <= alive if takers else is_there)
 
 
 def members_of(host: Host) -> dict[int, Member]:

@@ -41,6 +41,7 @@ class Records:
         computed: whose accumulators have held a microbatch, by its id: stages with the names of contributions
         works: what each contribution is of, by stage
         entries: all that any seat has followed
+        roster_sizes: of the seats that had a place as the cut of an entry was made
         restart_of: where the run had begun, or begun anew, before an entry
         weights: of a stage, after an entry or before the first one
         bases: where the run began, by what stands in place of an entry before the first one
@@ -54,6 +55,7 @@ class Records:
     computed: dict[bytes, set[tuple[int, Name]]] = field(default_factory=dict)
     works: dict[tuple[int, Contribution], Work] = field(default_factory=dict)
     entries: dict[Place, Entry] = field(default_factory=dict)
+    roster_sizes: dict[Place, int] = field(default_factory=dict)
     restart_of: dict[Place, Restart] = field(default_factory=dict)
     weights: dict[Place, State] = field(default_factory=dict)
     bases: dict[Place, Restart] = field(default_factory=dict)
@@ -70,11 +72,13 @@ class Records:
     _ledgers: dict[str, Ledger] = field(default_factory=dict)
 
     def parent(self, place: Place) -> Place | None:
-        """What came before: the entry before, or where the run went back to; None at its beginning."""
+        """What came before: the entry before, or the one whose state the run went back to; None at its beginning."""
+        stage = place[0]
         if place in self.entries:
-            return place[0], self.entries[place].cut.parent
+            return stage, self.entries[place].cut.parent
         restart = self.bases[place]
-        return (place[0], restart.entries[place[0]]) if restart.entries else None
+        # The entry that names a snapshot is the one after it.
+        return (stage, self.entries[stage, restart.entries[stage]].cut.parent) if restart.entries else None
 
     def line(self, place: Place) -> Iterator[Entry]:
         """The entries that have led to a place, the newest first."""
