@@ -128,7 +128,8 @@ class Swarm:
 async def swarm(work: Work, resolved: ResolvedManifest | None = None, **averaging: object) -> AsyncIterator[Swarm]:
     if resolved is None:
         resolved = unparsed(HASH, global_batch_size=BATCH)
-        changes = {"averaging": AveragingSection.model_validate(averaging)}
+        training = resolved.manifest.training.model_copy(update={"steps": 10**6})
+        changes = {"averaging": AveragingSection.model_validate(averaging), "training": training}
         resolved = replace(resolved, manifest=resolved.manifest.model_copy(update=changes))
     async with MemoryNetwork() as network, anyio.create_task_group() as tasks:
         yield Swarm(network, tasks, work, resolved)

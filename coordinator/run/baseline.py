@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, SwarmError
 from swarm_peer.model.forward_pass import ForwardPass
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import StepResult
+from swarm_peer.model.round_strategy import StepResult, Work
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UPDATES_MISSED
 from swarm_peer.runtime.data.slices import sample_stream, validation_samples
@@ -42,11 +43,23 @@ class Baseline:
     """
 
     def __init__(
-        self, resolved: ResolvedManifest, device: torch.device | str = "cpu", *, cache_dir: Path | None = None
+        self,
+        resolved: ResolvedManifest,
+        device: torch.device | str = "cpu",
+        *,
+        cache_dir: Path | None = None,
+        agreed: bool = False,
     ):
+        """Make the stages, with the run's initial weights.
+
+        Args:
+            agreed: make the updates of a swarm whose rounds are agreed (docs/protocol.md)
+        """
         self.manifest = resolved.manifest
-        self.trainers = [StageTrainer(resolved, spec, device=device, cache_dir=cache_dir) for spec in resolved.specs]
+        make = partial(StageTrainer, resolved, device=device, cache_dir=cache_dir, agreed=agreed)
+        self.trainers = [make(spec) for spec in resolved.specs]
         self.num_missed = 0
+        self._rounds = [StageRounds([trainer], agreed=agreed) for trainer in self.trainers]
 
     def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
         """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples.
@@ -56,13 +69,13 @@ class Baseline:
         """
         microbatches = list(microbatches)
         if ids is None:
-            ids = [f"{self.trainers[0].optimizer_step}/{number}".encode() for number in range(len(microbatches))]
+            ids = [f"{self._rounds[0].num_ended}/{number}".encode() for number in range(len(microbatches))]
         loss_sum, num_samples, weight = 0.0, 0, 0.0
         for tokens_BS, microbatch_id in zip(microbatches, ids, strict=True):
             loss_sum += self.accumulate(tokens_BS, microbatch_id)
             num_samples += len(tokens_BS)
             weight += weight_of(tokens_BS, self.manifest.data)
-        results = [result for trainer in self.trainers for result in end_round([trainer])]
+        results = [result for stage in self._rounds for result in stage.end()]
         has_missed = any(result.skipped and not math.isfinite(result.grad_norm) for result in results)
         self.num_missed = self.num_missed + 1 if has_missed else 0
         return loss_sum / weight, num_samples
@@ -75,11 +88,14 @@ class Baseline:
     def evaluate(self, samples: np.ndarray) -> float:
         """Mean loss of samples (N, T+1), in nats per token."""
         loss_sum = 0.0
-        for tokens_BS in torch.split(torch.from_numpy(samples), self.manifest.training.microbatch_size):
-            value = self.trainers[0].evaluate(tokens_BS)
-            for trainer in self.trainers[1:]:
-                value = trainer.evaluate(tokens_BS, _received(value, self.manifest.wire.activations))
-            loss_sum += float(value.sum())
+        with ExitStack() as stack:
+            for stage in self._rounds:
+                stack.enter_context(stage.up_to_date())
+            for tokens_BS in torch.split(torch.from_numpy(samples), self.manifest.training.microbatch_size):
+                value = self.trainers[0].evaluate(tokens_BS)
+                for trainer in self.trainers[1:]:
+                    value = trainer.evaluate(tokens_BS, _received(value, self.manifest.wire.activations))
+                loss_sum += float(value.sum())
         return loss_sum / weight_of(samples, self.manifest.data)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -94,16 +110,25 @@ class ReplicatedBaseline:
     microbatch, and this is what a swarm is held to.
     """
 
-    def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int], device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        resolved: ResolvedManifest,
+        num_replicas: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        agreed: bool = False,
+    ):
         """Make replicas.
 
         Args:
             num_replicas: of each stage
+            agreed: make the updates of a swarm whose rounds are agreed (docs/protocol.md)
         """
         self.stages = [
-            [StageTrainer(resolved, spec, device=device) for _ in range(count)]
+            [StageTrainer(resolved, spec, device=device, agreed=agreed) for _ in range(count)]
             for spec, count in zip(resolved.specs, num_replicas, strict=True)
         ]
+        self._rounds = [StageRounds(replicas, agreed=agreed) for replicas in self.stages]
 
     def train_step(
         self, microbatches: Sequence[torch.Tensor], orders: Sequence[Sequence[Sequence[int]]]
@@ -115,13 +140,67 @@ class ReplicatedBaseline:
             orders: for each stage, for each of its replicas: the numbers of the microbatches that it computes, in the
                 order in which it adds their gradients. A sum's last digits depend on it
         """
-        ids = [f"{self.stages[0][0].optimizer_step}/{number}".encode() for number in range(len(microbatches))]
+        ids = [f"{self._rounds[0].num_ended}/{number}".encode() for number in range(len(microbatches))]
         orders_of_ids = [[[ids[number] for number in numbers] for numbers in order] for order in orders]
         loss_sum = accumulate(self.stages, dict(zip(ids, microbatches, strict=True)), orders_of_ids)
-        for replicas in self.stages:
-            end_round(replicas)
+        for stage in self._rounds:
+            stage.end()
         data = self.stages[0][0].manifest.data
         return loss_sum / sum(weight_of(each, data) for each in microbatches), sum(map(len, microbatches))
+
+
+class StageRounds:
+    """The ends of the rounds of one stage's replicas.
+
+    Attributes:
+        num_ended: how many rounds have ended
+    """
+
+    def __init__(self, replicas: Sequence[StageTrainer], *, agreed: bool):
+        """Begin with replicas that have the run's initial weights.
+
+        Args:
+            replicas: in the order of their peers' ids
+            agreed: whether the delay of updates is the protocol's: round k is computed from W(k-2) then
+        """
+        manifest = replicas[0].manifest
+        self.num_ended = 0
+        self._replicas = replicas
+        self._is_delayed = agreed and manifest.averaging.rounds_ahead > 0
+        self._last_step = manifest.training.steps
+        self._waiting: Sequence[torch.Tensor] | None = None  # the average of the newest round
+
+    def end(self) -> list[StepResult]:
+        """End a round; returns how the replicas have taken updates, if any."""
+        self.num_ended += 1
+        if not self._is_delayed:
+            return end_round(self._replicas)
+        brought = _brought(self._replicas)
+        results = self._update()
+        self._waiting = _average(brought)
+        for trainer, (own, _) in zip(self._replicas, brought, strict=True):
+            trainer.discard_gradients()
+            if self.num_ended < self._last_step:
+                trainer.strategy.try_own(own)
+        return results if self.num_ended < self._last_step else results + self._update()
+
+    def _update(self) -> list[StepResult]:
+        averages, self._waiting = self._waiting, None
+        return [] if averages is None else [trainer.apply(averages) for trainer in self._replicas]
+
+    @contextmanager
+    def up_to_date(self) -> Iterator[None]:
+        """While the context is open, the weights have the update of the newest round, too."""
+        averages = self._waiting
+        if averages is None or self._replicas[0].manifest.averaging.eager_updates:
+            yield  # a replica alone has made it already, for a trial
+            return
+        before = [trainer.try_update(averages) for trainer in self._replicas]
+        try:
+            yield
+        finally:
+            for trainer, weights in zip(self._replicas, before, strict=True):
+                trainer.set_weights(weights)
 
 
 def accumulate(
@@ -168,12 +247,19 @@ def end_round(replicas: Sequence[StageTrainer]) -> list[StepResult]:
         replicas: in the order of their peers' ids, in which stage-mates add what they bring. The last digits of an
             average depend on it
     """
-    brought = [trainer.strategy.contribution(trainer.mean_gradients(), trainer.weight) for trainer in replicas]
-    averages = _mean(brought) if len(brought) > 1 else brought[0][0]  # a peer without stage-mates takes its own
+    averages = _average(_brought(replicas))
     return [trainer.apply(averages) for trainer in replicas]
 
 
-def _mean(brought: Sequence[tuple[Sequence[torch.Tensor], int]]) -> list[torch.Tensor]:
+def _brought(replicas: Sequence[StageTrainer]) -> list[Work]:
+    return [trainer.strategy.contribution(trainer.mean_gradients(), trainer.weight) for trainer in replicas]
+
+
+def _average(brought: Sequence[Work]) -> Sequence[torch.Tensor]:
+    return _mean(brought) if len(brought) > 1 else brought[0][0]  # a peer without stage-mates takes its own
+
+
+def _mean(brought: Sequence[Work]) -> list[torch.Tensor]:
     """The mean over what they weigh, as the all-reduce computes it."""
     total = max(sum(weight for _, weight in brought), 1)
     averages = [torch.zeros_like(tensor) for tensor in brought[0][0]]

@@ -145,6 +145,19 @@ class RoundStrategy:
     def begin_round(self) -> None:
         """Prepare the weights for the passes of the next round, once `end_round` has ended one."""
 
+    def try_own(self, mean_gradients: Sequence[Tensor]) -> None:
+        """Begin a round with this replica's own gradient of the one before, whose average is not there yet."""
+
+    def difference(self) -> Work:
+        """Give what this replica would bring to the average that ends the period, in the middle of it, as a mean."""
+        raise NotImplementedError("each round ends with an average")
+
+    def forget_work(self) -> None:
+        """Drop what was computed in rounds that have ended without an average."""
+
+    def begin_from_weights(self) -> None:
+        """Note that the trainee has taken over weights, after `load_state`."""
+
     def give_away(self) -> list[Work]:
         """Give what a stage-mate may add to its own work when this peer leaves: sums, and their weights.
 
@@ -173,6 +186,14 @@ class RoundStrategy:
         """
         return self.pending_samples
 
+    def adopt(self, weights: Sequence[Tensor], entries: Mapping[str, Tensor]) -> None:
+        """Take over what stage-mates hold alike, and keep what is this replica's own. Where that is all, nothing is.
+
+        Args:
+            weights: in the order of the trained parameters
+            entries: of the names, types and shapes of `state`
+        """
+
     def weights(self) -> Iterator[Tensor]:
         """Give the weights that belong into a state, in the order of the trained parameters."""
         return (parameter.detach() for parameter in self.trainee.trained.values())
@@ -180,6 +201,16 @@ class RoundStrategy:
     def shared_weights(self) -> Iterator[Tensor]:
         """Give the weights that stage-mates hold alike, in the order of the trained parameters."""
         return self.weights()
+
+
+def shared_entries(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of a stage's state that all stage-mates hold alike, where rounds are agreed.
+
+    That is all of it, unless replicas update their weights alone: the strategy has entries then, and the optimizer's
+    are each replica's own.
+    """
+    is_own = any(name.startswith(STRATEGY_PREFIX) for name in state)
+    return {name: value for name, value in state.items() if not (is_own and name.startswith(STATE_PREFIX))}
 
 
 def is_weight(name: str) -> bool:

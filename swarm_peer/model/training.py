@@ -42,7 +42,7 @@ from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.peft_folder import adapter_source, load_adapters
 from swarm_peer.model.pretrained import ModelSource, load_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult
+from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult, shared_entries
 from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
 from swarm_peer.token_marks import are_learnt, ids_of, num_targets, positions_in_documents
@@ -62,6 +62,7 @@ class StageTrainer:
         blank: have trained weights of zeros, until load_state() or restart(): where others give the state, making or
             reading the initial ones would be for nothing
         hollow: have no frozen weights either, and compute nothing: for state_template() alone
+        agreed: whether rounds are agreed (docs/protocol.md)
 
     Raises:
         UserError: pretrained weights that cannot be read or do not fit
@@ -84,6 +85,7 @@ class StageTrainer:
         cache_dir: Path | None = None,
         blank: bool = False,
         hollow: bool = False,
+        agreed: bool = False,
     ):
         manifest = resolved.manifest
         self.manifest = manifest
@@ -105,7 +107,8 @@ class StageTrainer:
         adapts = manifest.model.adapter is not None
         self._initial = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if adapts}
         self.optimizer = make_optimizer(manifest.optimizer, self.trained)
-        self.strategy = strategy_of(manifest.averaging)(self)
+        self._agreed = agreed
+        self.strategy = strategy_of(manifest.averaging, agreed=agreed)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
         own_scale = FP16_SCALE if manifest.model.precision == "fp16" else 1.0
         self.loss_scale = max(own_scale, find_codec(manifest.wire.gradients).scale)
@@ -162,10 +165,10 @@ class StageTrainer:
         return ForwardPass(
             output=result.detach(),
             optimizer_step=self.optimizer_step,
+            num_targets=num_targets(tokens_BS) if self._has_marks else 0,
             _result=result,
             _hidden_BTD=None if self.spec.is_first else inputs,
             _weights_version=self.weights_version,
-            _num_targets=num_targets(tokens_BS) if self._has_marks else 0,
         )
 
     def backward(
@@ -214,8 +217,8 @@ class StageTrainer:
                 self.discard_gradients()
                 raise
             self.num_samples += len(result)
-            self.num_targets += forward_pass._num_targets
-            self._seen = (self._seen[0] + len(result), self._seen[1] + forward_pass._num_targets)
+            self.num_targets += forward_pass.num_targets
+            self._seen = (self._seen[0] + len(result), self._seen[1] + forward_pass.num_targets)
         elif hidden_BTD is not None:
             torch.autograd.backward(result, root_gradient, inputs=[hidden_BTD])
         if hidden_BTD is None:
@@ -400,9 +403,25 @@ class StageTrainer:
         num_lost = self.strategy.load_state(entries, keeps_work=keeps_work)
         for name, parameter in self.trained.items():
             parameter.copy_(tensors[name])
+        self.strategy.begin_from_weights()
         load_optimizer_state(self.optimizer, self.trained, tensors)
         self._enter(optimizer_step)
         return num_lost
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what stage-mates hold alike of a state() of the same step, from one of them.
+
+        This replica keeps what is its own, with what it has computed in a period.
+
+        Raises:
+            InvalidMessage: names, types, shapes or values that do not fit this stage; nothing has changed then
+        """
+        if len(shared_entries(tensors)) == len(tensors):
+            self.load_state(tensors, self.optimizer_step)
+            return
+        check_state(tensors, self.state_template())
+        entries = {name: tensors[f"{STRATEGY_PREFIX}{name}"].clone() for name in self.strategy.state()}
+        self.strategy.adopt([tensors[name] for name in self.trained], entries)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -415,7 +434,7 @@ class StageTrainer:
         for name, parameter in self.trained.items():
             parameter.copy_(initial[name])
         self.optimizer = make_optimizer(self.manifest.optimizer, self.trained)
-        self.strategy = strategy_of(self.manifest.averaging)(self)
+        self.strategy = strategy_of(self.manifest.averaging, agreed=self._agreed)(self)
         self._enter(0)
 
     @contextmanager

@@ -27,6 +27,7 @@ class StepState:
         timeline: the unbroken line of updates that led to the weights
         history_hash: digest of these updates
         lineage: tells the updates that led here apart from those of others (policy/lineage.py)
+        lag: updates of earlier rounds that these weights have yet to have, where rounds are agreed
         ledger: at stage 0, the samples that these updates have counted, encoded
         weights_version: that of the trainer (StageTrainer.weights_version) while it holds these weights
         began_s: when the replica began the round, on the context's clock
@@ -36,6 +37,7 @@ class StepState:
     timeline: Timeline = FIRST_TIMELINE
     history_hash: str = ""
     lineage: bytes = b""
+    lag: int = 0
     ledger: bytes = b""
     weights_version: int = -1
     began_s: float = 0.0
@@ -44,7 +46,7 @@ class StepState:
     @property
     def optimizer_step(self) -> int:
         """How many updates the weights have had."""
-        return self.timeline.optimizer_step_at(self.round_number)
+        return self.timeline.optimizer_step_at(self.round_number) - self.lag
 
     @property
     def descent(self) -> Descent:

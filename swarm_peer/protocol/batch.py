@@ -36,7 +36,8 @@ class Batch:
             self._counted[sender] = counted
         done = self._counted[sender].done.body
         self._counted = {seat: each for seat, each in self._counted.items() if each.done.body.round >= next_round}
-        self._grants.follow(epoch.roster(0), ledger, next_round, context.decided_in(next_round + context.lag))
+        decided_in = context.decided_in(next_round + context.lag)
+        self._grants.follow(epoch.roster(0), ledger, next_round, decided_in, context.decided_in(next_round - 1))
         present = (each.done.body for seat, each in self._counted.items() if seat in epoch.roster(0))
         counts = [count for count in present if count.round == done.round]
         believed = context.believed(counts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Certified, Epoch
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log
+from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log, Most
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
@@ -51,24 +51,27 @@ class RoundRules:
 
     Attributes:
         batch, unit: samples of a round, and of a microbatch
+        targets: the most that a sample can have; 1 where samples are weighed, and not their targets
         lag: 1 where updates are delayed, else 0
         period: rounds from one average to the next
-        roots_every: optimizer steps from one at which all members tell the root of their state to the next; 0 for none
-        snapshots_every: those from one of which snapshots are kept to the next; 0 for none
+        roots_every: after multiples of so many optimizer steps all members tell the root of their state; 0 for none
+        last_step: the run's last optimizer step; None if it has none
     """
 
     num_stages: int
     batch: int
     unit: int = 1
+    targets: int = 1
     lag: int = 0
     period: int = 1
-    roots_every: int = 1
-    snapshots_every: int = 0
+    roots_every: tuple[int, ...] = (1,)
+    last_step: int | None = None
 
     @property
-    def most_weight(self) -> int:
-        """The weight that one contribution may have: failed work is done again, and a period has several batches."""
-        return (4 * self.batch + 64 * self.unit) * self.period
+    def most(self) -> Most:
+        """The most that one contribution may have."""
+        samples = (4 * self.batch + 64 * self.unit) * self.period
+        return Most(samples, samples * self.targets)
 
     def averages(self, number: int) -> bool:
         """Whether a round ends with an average."""
@@ -79,7 +82,7 @@ class RoundRules:
 
         Within a period, stage-mates have weights of their own.
         """
-        due = (optimizer_step % every == 0 for every in (self.roots_every, self.snapshots_every) if every)
+        due = (optimizer_step % every == 0 for every in self.roots_every if every)
         return any(due) and optimizer_step % self.period == 0
 
     def fills(self, close: Close, epoch_of: EpochOf) -> bool:

@@ -83,13 +83,14 @@ class _Share:
 
 @dataclass
 class _Held:
-    """A slice that a seat reads, or has read until it lost its place.
+    """A slice that a seat reads, or has read.
 
     Attributes:
-        until: where the seat is gone, the round whose entry decides whether its samples count; None while it is there
+        seat: None if it has put the slice away
+        until: where it has, or is gone, the round whose entry decides whether its samples count; None while it reads
     """
 
-    seat: Seat
+    seat: Seat | None
     until: int | None = None
 
 
@@ -106,6 +107,7 @@ class Grants:
     batch: int
     unit: int
     patience_s: float
+    _carried_to: int = -1
     _held: dict[SliceId, _Held] = field(default_factory=dict)
     _given: dict[Seat, Grant] = field(default_factory=dict)
     _shares: dict[int, dict[Seat, _Share]] = field(default_factory=dict)
@@ -115,12 +117,16 @@ class Grants:
         for slice_id in slices:
             self._held.setdefault(slice_id, _Held(seat))
 
-    def follow(self, roster: Collection[Seat], ledger: Ledger, next_round: int, decided_in: int) -> None:
+    def follow(
+        self, roster: Collection[Seat], ledger: Ledger, next_round: int, decided_in: int, carried_to: int = -1
+    ) -> None:
         """Note who is there, and how far the log is.
 
         Args:
             decided_in: the round whose entry holds what is computed now
+            carried_to: the same for the rounds that are over; less than the next round if entries hold all of it
         """
+        self._carried_to = carried_to if carried_to >= next_round else -1
         for slice_id, held in list(self._held.items()):
             if held.seat in roster:
                 held.until = None
@@ -149,7 +155,7 @@ class Grants:
             # It has seen all grants: what it does not read any more, others may.
             for slice_id, held in list(self._held.items()):
                 if held.seat == seat and slice_id not in wants.reads:
-                    del self._held[slice_id]
+                    self._put_away(slice_id)
         reads = wants.reads[:MAX_HELD]
         self.hold(seat, (slice_id for slice_id in reads if not ledger.is_finished(slice_id)))
         granted = [slice_id for slice_id, held in self._held.items() if held.seat == seat]
@@ -163,6 +169,13 @@ class Grants:
         given = Grant(self.reign, number, tuple(sorted((*granted, *added))), wants.round, up_to)
         self._given[seat] = given
         return given
+
+    def _put_away(self, slice_id: SliceId) -> None:
+        """Note that a seat reads a slice no more. In a period, an entry has yet to hold what it has read."""
+        if self._carried_to < 0:
+            del self._held[slice_id]
+        else:
+            self._held[slice_id] = _Held(None, self._carried_to)
 
     def _free(self, ledger: Ledger) -> list[SliceId]:
         """Slices that nobody reads, of the oldest pass that has some."""

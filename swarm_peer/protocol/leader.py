@@ -392,7 +392,7 @@ class Leader:
         brings: dict[Seat, list[Contribution]] = {seat: [] for seat in seats}
         names, samples = set[Name](), list[WindowRange]()
         for seat, each in offered:
-            is_within = Part(seat, (each,)).is_within(self.round.number, self._context.most_weight)
+            is_within = Part(seat, (each,)).is_within(self.round.number, self._context.most)
             if each.name in names or each.base not in ((), base) or not is_within:
                 continue
             if ledger is not None and repeats([*samples, *each.samples], ledger):

@@ -26,6 +26,18 @@ class Name(NamedTuple):
     round: int
 
 
+class Most(NamedTuple):
+    """The most that one contribution may have.
+
+    Attributes:
+        samples: failed work is done again, and a period has several batches
+        weight: targets of so many samples
+    """
+
+    samples: int
+    weight: int
+
+
 class Contribution(NamedTuple):
     """The gradient that a seat has computed, as the protocol knows it: by its name.
 
@@ -33,7 +45,7 @@ class Contribution(NamedTuple):
         name: it is in a cut once, however many members could bring it
         weight: targets that it was computed on
         samples: that it was computed on; stage 0 alone knows them
-        base: heads of all stages that those of its own round were computed from; empty where there are none
+        base: heads of all stages that what is of its own round was computed from; empty where nothing is
     """
 
     name: Name
@@ -41,10 +53,10 @@ class Contribution(NamedTuple):
     samples: tuple[WindowRange, ...]
     base: Base
 
-    def is_within(self, most: int) -> bool:
+    def is_within(self, most: Most) -> bool:
         """Whether it has no more weight and samples than a contribution can have."""
-        is_short = num_windows(self.samples) <= most and len(self.samples) <= MAX_RANGES
-        return is_short and 0 <= self.weight <= most
+        is_short = num_windows(self.samples) <= most.samples and len(self.samples) <= MAX_RANGES
+        return is_short and 0 <= self.weight <= most.weight
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class Part(NamedTuple):
         """Of all that it brings."""
         return sum(each.weight for each in self.brings)
 
-    def is_within(self, number: int, most: int) -> bool:
+    def is_within(self, number: int, most: Most) -> bool:
         """Whether each contribution is of a round, and has no more weight and samples than it can have."""
         return all(each.name.round == number and each.is_within(most) for each in self.brings)
 
@@ -127,12 +139,12 @@ class Cut:
         """The samples that it holds."""
         return tuple(item for each in self.brings for item in each.samples)
 
-    def holds(self, mine: Part, ledger: Ledger | None, most: int) -> bool:
+    def holds(self, mine: Part, ledger: Ledger | None, most: Most) -> bool:
         """Whether it holds all that a member brings and that is of its base, and has it bring nothing else.
 
         Args:
             ledger: at stage 0, where what holds a sample twice is left out
-            most: weight of a contribution; one of more is left out
+            most: that a contribution may have; one of more is left out
         """
         names = {each.name for each in self.brings}
         due = (each for each in mine.brings if each.base in ((), self.base) and each.name not in names)
@@ -142,7 +154,7 @@ class Cut:
         own = next((part.brings for part in self.parts if part.seat == mine.seat), ())
         return not missing and set(own) <= set(mine.brings)
 
-    def is_within(self, most: int) -> bool:
+    def is_within(self, most: Most) -> bool:
         """Whether no contribution has more weight or samples than a round can have, and each is of this round."""
         return all(part.is_within(self.round, most) for part in self.parts)
 

@@ -307,9 +307,9 @@ class Member:
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
-        is_full = cut.holds(mine, self.ledger, self._context.most_weight)
+        is_full = cut.holds(mine, self.ledger, self._context.most)
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
-        if not (is_full and has_base and cut.is_within(self._context.most_weight)):
+        if not (is_full and has_base and cut.is_within(self._context.most)):
             return False
         is_ours = cut.base[self.stage] == self.base(cut.round) and present.root in (None, cut.root)
         is_repeating = self.ledger is not None and cut.is_repeating(self.ledger)
@@ -481,8 +481,8 @@ class Member:
         present = self.work.open.get(self.log.next_round)
         cut, statement = (None, None) if present is None else (present.answer.cut, present.answer.said)
         said = () if cut is None or statement is None else ((cut, statement),)
-        newest = self.log.committed[-TOLD_ENTRIES:]
-        return Status(self.stage, newest, self.state, tuple(self.closes.values()), said, self.reads)
+        newest, closes = self.log.committed[-TOLD_ENTRIES:], tuple(self.closes.values())
+        return Status(self.stage, newest, self.state, closes, said, self.work.undecided(self.reads))
 
     @property
     def waits_for(self) -> object:

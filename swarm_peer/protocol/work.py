@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from swarm_peer.policy.data.ranges import WindowRange, merge_ranges
+from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange, merge_ranges
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
     Base,
@@ -17,6 +17,7 @@ from swarm_peer.protocol.log import (
     EpochOf,
     Have,
     Log,
+    Most,
     Name,
     Pass,
     Receipt,
@@ -31,7 +32,7 @@ class RoundContext:
 
     Attributes:
         batch, unit: samples of a round, and of a microbatch
-        most_weight: that one contribution may have, and samples
+        most: that one contribution may have
         lag: rounds that may be open while an earlier one is not committed, besides the next: 1 for delayed updates
         averages: whether a round ends with an average
         is_rooted: whether all members tell the root of the state of an optimizer step
@@ -39,12 +40,13 @@ class RoundContext:
         believed: the samples of each author's count of a round that there are receipts for
         epoch_of: an epoch that was chosen, by its id
         sign: signs as this process's seat
+        last_step: the run's last optimizer step; None if it has none
     """
 
     num_stages: int
     batch: int
     unit: int
-    most_weight: int
+    most: Most
     lag: int
     averages: Callable[[int], bool]
     is_rooted: Callable[[int], bool]
@@ -53,6 +55,7 @@ class RoundContext:
     epoch_of: EpochOf
     sign: Sign
     timing: Timing
+    last_step: int | None = None
 
     def decided_in(self, number: int) -> int:
         """The round whose entry holds what is computed in a round."""
@@ -140,6 +143,18 @@ class Work:
         # Of rounds without an average: the next one that has one holds it.
         self._carried = Computed()
 
+    def decided_in(self, number: int) -> int:
+        """The round whose entry holds what is computed in a round."""
+        return self._context.decided_in(number)
+
+    def is_over(self, log: Log) -> bool:
+        """Whether a log has all updates of the run."""
+        return self._context.last_step is not None and log.optimizer_step >= self._context.last_step
+
+    def begins_with_head(self, next_round: int) -> int:
+        """The round that begins with the head of the log."""
+        return next_round + self._context.lag
+
     def round(self, number: int) -> OpenRound:
         """A round that is open, or opens now."""
         return self.open.setdefault(number, OpenRound(number))
@@ -193,10 +208,18 @@ class Work:
         """This seat's contribution of a round, and of those before it that had no average."""
         made = self.open[number].computed if number in self.open else Computed()
         weight = self._carried.weight + made.weight
-        samples = merge_ranges([*self._carried.samples, *made.samples])
+        # With more of them, no cut would hold it. The samples of the others are read again.
+        samples = merge_ranges([*self._carried.samples, *made.samples])[:MAX_RANGES]
         if not weight and not samples:
             return None
-        return Contribution(Name(self._me, self._context.decided_in(number)), weight, samples, made.base)
+        # In the middle of a period, the entry that will hold it is of other heads.
+        base = made.base if self._context.averages(number) else ()
+        return Contribution(Name(self._me, self.decided_in(number)), weight, samples, base)
+
+    def undecided(self, reads: Iterable[SliceId]) -> tuple[SliceId, ...]:
+        """The slices that this seat reads, and those of which it brings something that no entry holds yet."""
+        brought = (item for guest in self.guests.values() for item in guest.samples)
+        return tuple(sorted({*reads, *(item.slice_id for item in (*self._carried.samples, *brought))}))
 
     def brings(self, number: int) -> tuple[Contribution, ...]:
         """All contributions that this seat can bring to the average of a round."""
@@ -212,13 +235,18 @@ class Work:
     def void(self, number: int) -> None:
         """Give up what was computed in a round: it began from other heads, or the device has lost it."""
         present = self.open[number]
-        made, name = present.computed, Name(self._me, self._context.decided_in(number))
-        if made.weight:
-            self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
+        self._lose(number, present.computed)
         present.computed, present.voids, present.is_void = Computed(), present.voids + 1, False
 
-    def void_all(self) -> None:
-        """Give up what was computed in all rounds that go on here."""
+    def _lose(self, number: int, made: Computed) -> None:
+        if made.weight or made.samples:
+            name = Name(self._me, self.decided_in(number))
+            self.lost.append(Contribution(name, made.weight, merge_ranges(made.samples), made.base))
+
+    def void_all(self, next_round: int) -> None:
+        """Give up what was computed in all rounds that go on here, and in those before that had no average."""
+        self._lose(next_round, self._carried)
+        self._carried = Computed()
         for number, present in self.open.items():
             if not present.is_drained:
                 self.void(number)
@@ -232,9 +260,12 @@ class Work:
             held = [*([own] if own is not None else []), *self.lost]
             held += [self.guests.pop(name) for name in list(self.guests) if name.round <= cut.round]
             self.lost = [each for each in held if each not in cut.brings]
-        elif present is not None:
+        elif present is not None and present.is_drained:
             self._carried.weight += present.computed.weight
             self._carried.samples += present.computed.samples
+        elif present is not None:
+            # The others went on without this seat, before its driver had taken this out of the accumulator.
+            self._lose(cut.round, present.computed)
         return present
 
     def give_up(self, next_round: int, log: Log | None = None) -> None:
@@ -249,5 +280,8 @@ class Work:
             self._carried = Computed()
         self.open = {}
         if log is not None:
+            # Nobody knows the heads that these were computed from: they may be none of this log.
+            for name in [name for name, guest in self.guests.items() if not guest.base]:
+                self.lost.append(self.guests.pop(name))
             held = {each for committed in log.committed for each in committed.entry.cut.brings}
             self.lost = [each for each in self.lost if each not in held]

@@ -75,7 +75,9 @@ class Replica:
         data = None
         if spec.is_first:  # it may wait for the hub
             data = await context.threads.run(_read_data, resolved, options, abandon_on_cancel=True)
-        make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
+        make = partial(
+            StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True, agreed=True
+        )
         trainer = await context.threads.run(make)
         peer.agreement.core.forget_prepared(stage)
         return cls(Assembly(peer=peer, trainer=trainer, data=data, counted=counted))

@@ -112,7 +112,7 @@ class Cluster:
             num_stages=self.rules.num_stages,
             batch=self.rounds.batch,
             unit=self.rounds.unit,
-            most_weight=self.rounds.most_weight,
+            most=self.rounds.most,
             lag=self.rounds.lag,
             averages=self.rounds.averages,
             is_rooted=self.rounds.is_rooted,

@@ -30,7 +30,7 @@ class Rounds(RuleBasedStateMachine):
     )
     def begin(self, num_stages, num_members, lag, batch, seed):
         """All have their places, and heard of one another."""
-        rounds = RoundRules(num_stages=num_stages, batch=batch, lag=lag, roots_every=3)
+        rounds = RoundRules(num_stages=num_stages, batch=batch, lag=lag, roots_every=(3,))
         self.walk = Walk(Random(seed), rounds, num_members)
         for _ in range(2):
             for process in self.walk.living:

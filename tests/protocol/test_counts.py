@@ -33,17 +33,17 @@ def test_a_ticket_is_believed_for_its_part_of_stage_1_once_and_not_for_each_of_i
 
 
 def test_a_member_does_not_wait_for_a_contribution_that_no_cut_may_hold():
-    most = RULES.most_weight
+    most = RULES.most
     cut = Cut(stage=0, round=0, epoch=ID, attempt=0, parent="", root="", base=BASE, averages=True, parts=(Part(A, ()),))
-    heavy, fair = (Contribution(Name(A, 0), weight, (), BASE) for weight in (most + 1, most))
+    heavy, fair = (Contribution(Name(A, 0), weight, (), BASE) for weight in (most.weight + 1, most.weight))
     assert cut.holds(Part(A, (heavy,)), None, most)
     assert not cut.holds(Part(A, (fair,)), None, most)
 
 
 def test_roots_are_told_of_states_that_are_compared_or_become_snapshots():
-    rules = RoundRules(num_stages=2, batch=10, roots_every=6, snapshots_every=4)
+    rules = RoundRules(num_stages=2, batch=10, roots_every=(6, 4))
     assert [step for step in range(25) if rules.is_rooted(step)] == [0, 4, 6, 8, 12, 16, 18, 20, 24]
-    periodic = RoundRules(num_stages=2, batch=10, roots_every=6, snapshots_every=8, period=4)
+    periodic = RoundRules(num_stages=2, batch=10, roots_every=(6, 8), period=4)
     assert [step for step in range(25) if periodic.is_rooted(step)] == [0, 8, 12, 16, 24]
-    without = RoundRules(num_stages=2, batch=10, roots_every=0)
+    without = RoundRules(num_stages=2, batch=10, roots_every=(0, 0))
     assert not any(without.is_rooted(step) for step in range(25))

@@ -43,6 +43,16 @@ def test_what_a_seat_has_put_away_others_may_read(grants, ledger):
     assert first.slices[0] in grants.grant(B, wants(seen=seen.number, slices=3), ledger, 0.0).slices
 
 
+def test_what_a_period_has_yet_to_hold_is_read_by_nobody_else(grants, ledger):
+    first = grants.grant(A, wants(slices=6), ledger, 0.0)
+    grants.follow([A, B], ledger, 4, decided_in=6, carried_to=6)
+    grants.grant(A, wants(seen=first.number, reads=first.slices[1:], slices=0), ledger, 0.0)
+    assert first.slices[0] not in grants.grant(B, wants(slices=9), ledger, 0.0).slices
+    assert first.slices[0] not in grants.grant(A, wants(reads=first.slices[1:], slices=9), ledger, 0.0).slices
+    grants.follow([A, B], ledger, 7, decided_in=9, carried_to=6)
+    assert first.slices[0] in grants.grant(B, wants(slices=12), ledger, 0.0).slices
+
+
 def test_an_old_message_puts_nothing_away(grants, ledger):
     first = grants.grant(A, wants(), ledger, 0.0)
     second = grants.grant(A, wants(seen=first.number, reads=first.slices, slices=1), ledger, 0.0)

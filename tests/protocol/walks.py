@@ -153,7 +153,7 @@ def walk(seed: int, make: Callable[..., Membership] = Membership, *, num_steps: 
         num_stages=random.choice((1, 2, 2)),
         batch=random.choice((1, 2)),
         lag=random.choice((0, 0, 1)),
-        roots_every=random.choice((1, 3)),
+        roots_every=(random.choice((1, 3)),),
     )
     walk = Walk(random, rounds, random.choice((2, 3, 3)), make)
     faults = {random.randrange(num_steps // 10, num_steps) for _ in range(random.choice((0, 1, 1, 2, 3)))}

@@ -67,7 +67,7 @@ class World(Cluster):
         rounds = RoundRules(
             num_stages=random.choice((1, 2, 3)),
             batch=random.choice((1, 4, 10)),
-            roots_every=random.choice((1, 4)),
+            roots_every=(random.choice((1, 4)),),
             lag=random.choice((0, 0, 1)),
             period=random.choice((1, 1, 3)),
         )

@@ -8,9 +8,9 @@ from functools import partial
 import anyio
 import pytest
 import torch
+from agreed_stages import Hall, has_come_to, is_member, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
 from contexts import make_context
-from rigs import Hall, has_come_to, is_member, make_quick, resolved_of, two_of_each
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.policy.recovery import Timeline
@@ -34,7 +34,7 @@ SEAT = Seat("a", 1, "")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    make_quick(monkeypatch)
+    quick_stages(monkeypatch)
     monkeypatch.setattr(agreed_snapshots, "GUARD_PAUSE_S", 0.02)
 
 

@@ -20,7 +20,8 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.state.agreed_states import Taken
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step import giving
-from swarm_peer.runtime.step.driver import AverageFailed, RoundDriver
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.driver_parts import AverageFailed
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 from swarm_peer.wire.codecs import bytes_of
@@ -76,6 +77,12 @@ class Shop:
 
     async def discard(self):
         self.sums, self.count = torch.zeros(3), 0
+
+    async def give_up(self):
+        await self.discard()
+
+    async def try_own(self, means):
+        pass
 
     async def apply(self, averages):
         for average in averages:

@@ -13,7 +13,7 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.protocol.grants import Grant, Grants
-from swarm_peer.protocol.log import Log
+from swarm_peer.protocol.log import Log, Most
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Counted, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
@@ -34,7 +34,7 @@ class Desk:
         context = make_context(unparsed("0" * 32), random=FixedRandom(1))
         self.pool = SamplePool(context=context, reader=self.reader)
         self.context = RoundContext(
-            num_stages=1, batch=4, unit=1, most_weight=8, lag=0, averages=lambda n: True, is_rooted=lambda n: False,
+            num_stages=1, batch=4, unit=1, most=Most(8, 8), lag=0, averages=lambda n: True, is_rooted=lambda n: False,
             fills=lambda c: True, believed=lambda counts: {d.author: d.samples for d in counts},
             epoch_of=lambda e: None, sign=lambda body: Signed(body, b""), timing=Timing(),
         )  # fmt: skip

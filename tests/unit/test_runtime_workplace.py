@@ -6,13 +6,13 @@ from functools import partial
 
 import anyio
 import pytest
+from agreed_stages import Hall, has_come_to, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
-from rigs import Hall, has_come_to, make_quick, resolved_of, two_of_each
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    make_quick(monkeypatch)
+    quick_stages(monkeypatch)
 
 
 # AdamW divides by what is nearly zero at first, which makes more of the order of sums.

@@ -29,6 +29,7 @@ from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
+from swarm_peer.token_marks import num_targets, weight_of
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.messages import Mode
 from swarm_peer.wire.records import Validation
@@ -113,6 +114,8 @@ class BatchLauncher:
         self._is_drawing = False
         self._in_flight = 0
         self._record = LaunchRecord()
+        # The weights that were validated last, by the timeline and the optimizer step: two rounds may begin with them.
+        self._validated = (0, -1)
 
     @property
     def _size(self) -> int:
@@ -142,7 +145,7 @@ class BatchLauncher:
                     break
                 entered = self._core.rounds.current
                 if self._validation_is_due():
-                    entered.validated = True
+                    self._validated = _weights_of(entered)
                     await self._validate(entered)
                 elif not self._waiting:
                     self._is_drawing = True
@@ -162,7 +165,8 @@ class BatchLauncher:
             member = self._member()
             if member is not None:
                 could = self._most_in_flight + ASKED_AHEAD - self._in_flight
-                member.wants_samples = max(0, could * self._size) if not self.stopping else 0
+                is_over = self.stopping or self._is_past_end(member, member.log.next_round)
+                member.wants_samples = max(0, could * self._size) if not is_over else 0
                 present = self._present()
                 if present is not None:
                     self._slices.tell_ends(present)
@@ -192,24 +196,24 @@ class BatchLauncher:
 
     def _is_due(self) -> bool:
         """Whether there is a microbatch to launch or to draw, or a validation to compute."""
-        if (present := self._present()) is None or self._waits_for_first_peers(present):
+        member = self._member()
+        if member is None or self._waits_for_first_peers():
             return False
         if self._validation_is_due():
             return True
-        if self._is_past_end(present) or self._in_flight >= self._most_in_flight or not self._has_room():
+        if (present := self._present()) is None or self._is_past_end(member, present.number):
+            return False
+        if self._in_flight >= self._most_in_flight or not self._has_room():
             return False
         return bool(self._waiting) or not self._is_drawing
 
-    def _waits_for_first_peers(self, present: OpenRound) -> bool:
-        is_first = present.number == 0
+    def _waits_for_first_peers(self) -> bool:
+        is_first = self._core.rounds.current.number == 0
         return is_first and self._view().fewest_serving() < self._manifest.stages.peers_to_start
 
-    def _is_past_end(self, present: OpenRound) -> bool:
-        """Whether the run has no optimizer step that this round could make."""
-        member = self._member()
-        assert member is not None
-        optimizer_step = member.log.optimizer_step + present.number - member.log.next_round
-        return optimizer_step >= self._manifest.training.steps
+    def _is_past_end(self, member: Member, number: int) -> bool:
+        """Whether the run has no optimizer step that a round could make."""
+        return member.log.optimizer_step_at(number) >= self._manifest.training.steps
 
     def _has_room(self) -> bool:
         member, place = self._member(), self._place()
@@ -283,12 +287,12 @@ class BatchLauncher:
             present = member.work.open.get(inside.number) if member is not None else None
             if batch.generation != self._slices.generation or present is None:
                 raise RoundClosed(f"round {inside.number} is given up", inside.number + 1)
-            num_samples = len(batch.samples)
+            weight = num_targets(batch.tokens_BS) if self._manifest.data.has_targets else len(batch.samples)
             if not self._slices.counted(
                 present,
                 batch.samples,
                 base=result.base,
-                weight=num_samples,
+                weight=weight,
                 loss_sum=result.loss_sum,
                 receipt=result.receipt,
             ):
@@ -330,15 +334,14 @@ class BatchLauncher:
     # --- validation
 
     def _validation_is_due(self) -> bool:
-        member, entered = self._member(), self._core.rounds.current
-        is_due = member is not None and self._manifest.training.validates_at(member.log.optimizer_step)
-        return is_due and not entered.validated
+        # Not the round that is worked at: the last weights are of one that nothing is trained in.
+        entered = self._core.rounds.current
+        is_due = self._core.admission.is_open and self._manifest.training.validates_at(entered.step.optimizer_step)
+        return is_due and self._validated != _weights_of(entered)
 
     async def _validate(self, entered: ReplicaRound) -> None:
         """Compute this seat's share of the validation loss, before its training microbatches of the round."""
-        member = self._member()
-        assert member is not None
-        me, step = member.me.peer, member.log.optimizer_step
+        me, step = self._context.identity.peer_id, entered.step.optimizer_step
         peers = sorted({peer.peer_id for peer in self._view().serving(0)} | {me})
         share = torch.from_numpy(self._validation[peers.index(me) :: len(peers)].copy())
         losses = await self._losses(share, entered)
@@ -350,7 +353,8 @@ class BatchLauncher:
                     optimizer_step=step,
                     samples=samples,
                     held_out=len(self._validation),
-                    loss_sum=loss_sum,
+                    # Divided by the number of samples, that of all shares is a mean over the targets of all.
+                    loss_sum=loss_sum * (len(self._validation) / weight_of(self._validation, self._manifest.data)),
                 )
             )
         self._context.changed.notify()
@@ -374,3 +378,8 @@ class BatchLauncher:
             for tokens_BS in torch.split(share, self._size) if len(share) else ():
                 tasks.start_soon(evaluate, tokens_BS)
         return losses
+
+
+def _weights_of(entered: ReplicaRound) -> tuple[int, int]:
+    """The timeline and the optimizer step of the weights that a round begins with."""
+    return entered.step.timeline.first_round, entered.step.optimizer_step

@@ -168,7 +168,7 @@ class Agreement:
                 num_stages=rounds.num_stages,
                 batch=rounds.batch,
                 unit=rounds.unit,
-                most_weight=rounds.most_weight,
+                most=rounds.most,
                 lag=rounds.lag,
                 averages=rounds.averages,
                 is_rooted=rounds.is_rooted,
@@ -177,6 +177,7 @@ class Agreement:
                 epoch_of=membership.epoch_of,
                 sign=self.statements.sign,
                 timing=timing,
+                last_step=rounds.last_step,
             ),
         )
 
@@ -264,15 +265,16 @@ class Agreement:
 
 def rounds_of(manifest: RunManifest) -> RoundRules:
     """How a run's rounds go."""
-    averaging = manifest.averaging
+    averaging, data = manifest.averaging, manifest.data
     return RoundRules(
         num_stages=manifest.stages.count,
         batch=manifest.training.global_batch_size,
         unit=manifest.training.microbatch_size,
+        targets=data.sequence_length if data.has_targets else 1,
         lag=averaging.rounds_ahead,
         period=averaging.steps_per_average,
-        roots_every=averaging.compare_weights_every,
-        snapshots_every=manifest.recovery.snapshot_every,
+        roots_every=(averaging.compare_weights_every, manifest.recovery.snapshot_every),
+        last_step=manifest.training.steps,
     )
 
 

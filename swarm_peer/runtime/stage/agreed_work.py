@@ -47,10 +47,11 @@ class AgreedWork:
         if not member.work.admits(number, base):
             raise RoundClosed(f"round {number} is not computed from these heads here", member.log.next_round)
 
-    def count(self, number: int, base: Base, num_samples: int, caller: str) -> Signed[Receipt] | None:
+    def count(self, number: int, base: Base, weight: int, num_samples: int, caller: str) -> Signed[Receipt] | None:
         """Note that a gradient was added, at other stages than 0.
 
         Args:
+            weight: of its samples
             caller: id of the peer that has sent the microbatch
 
         Returns:
@@ -61,7 +62,7 @@ class AgreedWork:
         """
         member = self._member(number)
         seat = self._seat_of(caller) if self._stage == 1 else None
-        if not member.work.computed(number, base, weight=num_samples, caller=seat, num_samples=num_samples):
+        if not member.work.computed(number, base, weight=weight, caller=seat, num_samples=num_samples):
             raise RoundClosed(f"what was computed in round {number} is void", member.log.next_round)
         return member.receipt_for(seat, number, self._agreement.core.epoch) if seat is not None else None
 

@@ -181,7 +181,7 @@ class StageExecutor:
                     microbatch.num_samples,
                     self._speed,
                 )
-            return done if self._agreed is None else self._counted(entered, microbatch, result, done, caller, is_new)
+            return self._counted(entered, microbatch, result, done, caller, passed.graph if is_new else None)
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
             assert self._next_stage is not None
@@ -197,14 +197,21 @@ class StageExecutor:
         behind: HopResult,
         done: HopResult,
         caller: str,
-        is_new: bool,
+        counts: ForwardPass | None,
     ) -> HopResult:
-        """Have the protocol count a microbatch whose gradient was added. Stage 0 counts its own (launcher)."""
-        assert self._agreed is not None
+        """Have the protocol, if there is one, count a microbatch whose gradient was added; stage 0 counts its own.
+
+        Args:
+            counts: None if it was counted before
+        """
+        if self._agreed is None:
+            return done
         base = (*microbatch.base, *behind.base)
         receipt = behind.receipt if self._trainer.spec.is_first else None
-        if is_new and not self._trainer.spec.is_first:
-            receipt = self._agreed.count(entered.number, base, microbatch.num_samples, caller)
+        if counts is not None and not self._trainer.spec.is_first:
+            has_targets = self._resolved.manifest.data.has_targets
+            weight = counts.num_targets if has_targets else microbatch.num_samples
+            receipt = self._agreed.count(entered.number, base, weight, microbatch.num_samples, caller)
         done = replace(done, base=base[len(microbatch.base) - 1 :], receipt=receipt)
         if microbatch.id in entered.replies:
             entered.replies[microbatch.id] = done

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
@@ -214,7 +215,7 @@ class StageSources:
             is_close = await self._context.threads.run(_are_close, state.tensors, own)
             adopted[:] = [is_close]
             if is_close:
-                await self._load(state, self._trainer.optimizer_step)
+                await self._core.device_thread.run(Priority.STEP, partial(self._trainer.adopt, state.tensors))
             else:
                 log.error("root_refused stage=%d reason=its weights are far from this peer's", self._stage)
 
@@ -246,6 +247,7 @@ class StageSources:
 
 def _are_close(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
     """Whether two states differ by no more than devices that round otherwise make of the same updates."""
+    theirs, ours = shared_entries(theirs), shared_entries(ours)
     if theirs.keys() != ours.keys():
         return False
     for name, own in ours.items():

@@ -7,18 +7,20 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.runtime.state.index import as_bytes, extend_history
 
 
 def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
-    """The root of a stage's state: a digest of all that the next steps depend on.
+    """The root of a stage's state: a digest of all that stage-mates hold alike.
+
+    That is all that the next steps depend on, unless replicas update their weights alone.
 
     Args:
         ledger: as states carry it; empty at other stages than 0
     """
     digest = hashlib.sha256(ledger)
-    for name in sorted(state):
-        tensor = state[name]
+    for name, tensor in sorted(shared_entries(state).items()):
         # The same bytes under other names, or cut otherwise, are another state.
         digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
         digest.update(as_bytes(tensor))

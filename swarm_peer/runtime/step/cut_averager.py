@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarm_peer.protocol.log import Cut
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
-from swarm_peer.runtime.step.driver import AverageFailed
+from swarm_peer.runtime.step.driver_parts import AverageFailed
 
 
 class CutAverager:

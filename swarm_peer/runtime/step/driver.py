@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -18,12 +17,11 @@ from torch import Tensor
 from swarm_peer.errors import CallError
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution, Cut, Name, base_of
+from swarm_peer.protocol.log import Committed, Contribution, Cut, Log, Name, base_of
 from swarm_peer.protocol.member import Member
-from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
-from swarm_peer.runtime.state.agreed_states import Taken
+from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, SeatWeights, Sources, Workplace
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 
 log = logging.getLogger(__name__)
@@ -33,111 +31,6 @@ KEPT_UPDATES = 4
 KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
-
-
-class AverageFailed(Exception):
-    """There is no average of a cut.
-
-    Attributes:
-        blamed: the members that were silent, or have sent what does not fit
-    """
-
-    def __init__(self, reason: str, blamed: frozenset[Seat] = frozenset()):
-        super().__init__(reason)
-        self.blamed = blamed
-
-
-@dataclass(frozen=True)
-class SeatWeights:
-    """Where a seat stands: the weights that its rounds begin with.
-
-    Attributes:
-        entry: that the weights embody, and the round that begins after it
-        ledger: after that entry, at stage 0
-    """
-
-    restart: Restart
-    entry: str
-    round: int
-    ledger: Ledger | None
-
-
-class Averager(Protocol):
-    """Makes the average of what the members of a cut bring: the same numbers at all of them."""
-
-    async def average(self, cut: Cut, means: Sequence[Tensor], weight: int) -> list[Tensor]:
-        """The mean over all targets of the members of a cut.
-
-        Args:
-            means: over this member's targets; CPU, fp32; not changed
-            weight: number of these targets
-
-        Raises:
-            AverageFailed: some member has not done its part
-        """
-
-
-class Workplace(Protocol):
-    """A stage's weights, gradient accumulator and microbatches."""
-
-    def open(self, number: int, standing: SeatWeights) -> None:
-        """Let microbatches of a round in, which are computed from these weights."""
-
-    def close(self) -> None:
-        """Let none in."""
-
-    async def drain(self, number: int) -> None:
-        """Wait until no microbatch of a round is inside; none is let in any more."""
-
-    async def contribution(self, number: int) -> tuple[list[Tensor], int]:
-        """Take what was computed in a round out of the accumulator: means over targets, and their number."""
-
-    async def discard(self) -> None:
-        """Empty the accumulator."""
-
-    async def apply(self, averages: Sequence[Tensor]) -> None:
-        """Update the weights; with no averages, as a round ends that has none."""
-
-    async def root(self, standing: SeatWeights) -> str:
-        """The root of the state, whose weights are these."""
-
-    async def digest(self, averages: Sequence[Tensor]) -> str:
-        """A digest of an update, the same at all members."""
-
-    def shapes(self) -> Sequence[Tensor]:
-        """Tensors of the shapes of a contribution, on the meta device."""
-
-
-class Sources(Protocol):
-    """Where a seat takes over what it lacks."""
-
-    async def update(self, committed: Committed) -> list[Tensor]:
-        """The averages of an entry, checked by its digest.
-
-        Raises:
-            CallError: nobody gives them
-        """
-
-    async def state(self) -> Taken:
-        """Have the weights become those of a stage-mate, at one of the newest entries of the log.
-
-        Raises:
-            CallError: nobody gives one
-        """
-
-    async def begin(self, restart: Restart) -> Ledger | None:
-        """Have the weights become those that the run begins with, or begins anew. Returns the ledger, at stage 0.
-
-        Raises:
-            CallError: nobody gives the snapshot
-        """
-
-    async def adopt(self, root: str) -> bool:
-        """Have the weights become those of a root, if they are close to this seat's. Returns whether they are.
-
-        Raises:
-            CallError: nobody gives them
-        """
 
 
 @dataclass
@@ -197,6 +90,8 @@ class RoundDriver:
         self._ledgers: dict[str, Ledger] = {}
         # The core's part that this driver works for: a seat that comes back has another one.
         self._served: Member | None = None
+        # The log that the work in the accumulator is of. Another one in its place holds none of that.
+        self._log: Log | None = None
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
         # Held during each step: what leaves takes the same work out of the accumulator.
@@ -206,6 +101,12 @@ class RoundDriver:
     def member(self) -> Member | None:
         """The core's part of this seat; None while it has no place in the stage."""
         return self._agreement.core.members.get(self._stage)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the weights have had all updates of the run."""
+        member = self.member
+        return member is not None and member.work.is_over(member.log) and self._weights[1] == member.log.head
 
     async def run(self) -> None:
         """Do what the core asks for, until cancelled."""
@@ -236,6 +137,8 @@ class RoundDriver:
             return self._leave_place if self._served is not None else None
         if self._served is not member or self._weights[0] != member.log.restart:
             return self._begin
+        if self._log is not member.log:
+            return self._give_up
         self._collect(member)
         self._note_ledger(member)
         if member.is_behind:
@@ -257,9 +160,16 @@ class RoundDriver:
 
     def _to_open(self, member: Member) -> tuple[int, int] | None:
         working = member.working
-        if self._is_leaving or working is None or member.known_base(working.number) != self._weights[1]:
+        if self._is_leaving or working is None:
             return None
-        return working.number, working.voids
+        if member.work.is_over(member.log):
+            # Nothing is trained any more, but the last weights are validated, and given to others.
+            return (
+                (member.work.begins_with_head(member.log.next_round), 0)
+                if self._weights[1] == member.log.head
+                else None
+            )
+        return (working.number, working.voids) if member.known_base(working.number) == self._weights[1] else None
 
     def _member(self) -> Member:
         member = self.member
@@ -288,7 +198,7 @@ class RoundDriver:
         self._results.clear()
         self.updates.clear()
         self.gradients = NamedGradients()
-        self._served = member
+        self._served, self._log = member, member.log
         if member.state:  # a newcomer has taken it over before
             self._weights = restart, member.state
             return
@@ -302,6 +212,16 @@ class RoundDriver:
             self._weights, self._served = (restart, base), member
             member.reached(base, ledger)
 
+    async def _give_up(self) -> None:
+        """Give up what was computed on a log that another one has taken the place of."""
+        member = self._member()
+        self._shut()
+        self._log = member.log
+        for name in self.gradients.names:
+            if name.seat == member.me:
+                self.gradients.drop(name)
+        await self._workplace.give_up()
+
     def _due(self, member: Member) -> Committed | None:
         """The entry whose update the weights should have next; None if the round that goes on begins with these."""
         number = member.log.next_round
@@ -309,6 +229,7 @@ class RoundDriver:
             number += 1
         bases = (member.known_base(each) for each in range(number, member.log.next_round - 1, -1))
         due = next((base for base in bases if base is not None), None)
+        due = member.log.head if member.work.is_over(member.log) else due
         rounds = {head: begun for begun, head in member.log.heads().items()}
         if due is None or self._weights[1] not in rounds or rounds[self._weights[1]] >= rounds[due]:
             return None
@@ -373,7 +294,7 @@ class RoundDriver:
             taken = await self._sources.state()
             if self._is_other(member, restart):
                 return
-            member.work.void_all()
+            member.work.void_all(member.log.next_round)
             self._weights = restart, taken.weights
             self.updates = dict(taken.updates)
             member.reached(taken.state, taken.ledger)
@@ -395,15 +316,21 @@ class RoundDriver:
         self._opened = None
 
     async def _open(self) -> None:
-        if (to_open := self._to_open(self._member())) is None:
-            self._shut()
-        else:
-            if not self._member().work.open[to_open[0]].computed.weight:
-                # The accumulator may hold what came too late for the round before, or what was given up.
-                await self._workplace.discard()
-                self.gradients.drop(Name(self._member().me, to_open[0]))
+        self._shut()
+        member = self._member()
+        if (to_open := self._to_open(member)) is None:
+            return
+        number = to_open[0]
+        present, before = member.work.open.get(number), Name(member.me, number - 1)
+        if present is None or not present.computed.base:
+            # The accumulator may hold what came too late for the round before, or what was given up.
+            await self._workplace.discard()
+            self.gradients.drop(Name(member.me, number))
+        if before in self.gradients.names:
+            await self._workplace.try_own(self.gradients.get(before)[0])
+        if self.member is member and self._to_open(member) == to_open:
             self._opened = to_open
-            self._workplace.open(to_open[0], self._seat_weights(self._member()))
+            self._workplace.open(number, self._seat_weights(member))
 
     def _seat_weights(self, member: Member) -> SeatWeights:
         rounds = {head: number for number, head in member.log.heads().items()}
@@ -431,9 +358,12 @@ class RoundDriver:
     async def _hold(self, member: Member, number: int) -> None:
         """Hold what was computed in a round that nothing is added to any more."""
         own = member.work.own(number)
-        if own is not None and own.name.round == number and own.name not in self.gradients.names:
-            means, weight = await self._workplace.contribution(number)
-            self.gradients.put(own.name, means, weight)
+        if own is None or own.name in self.gradients.names:
+            return
+        means, _ = await self._workplace.contribution(number)
+        if own.name.round == number:
+            # By the weight that cuts know: others may bring it together with their own.
+            self.gradients.put(own.name, means, own.weight)
 
     async def leave(self) -> list[Contribution]:
         """Let nothing in any more. Returns what stage-mates may bring in this seat's place; it is held here."""
@@ -446,7 +376,12 @@ class RoundDriver:
                 if not present.is_drained:
                     await self._workplace.drain(number)
                     await self._hold(member, number)
-            return member.to_hand_over()
+            held = member.to_hand_over()
+            for contribution in held:
+                if contribution.name.seat == member.me and contribution.name not in self.gradients.names:
+                    # In the middle of a period, no average was due yet.
+                    self.gradients.put(contribution.name, await self._workplace.difference(), contribution.weight)
+            return held
 
     async def _tell_root(self) -> None:
         member = self._member()
@@ -454,9 +389,17 @@ class RoundDriver:
         member.rooted(standing.entry, await self._workplace.root(standing))
 
     async def _adopt(self) -> None:
+        """Take over the weights of most stage-mates. Later rounds give up what they have computed from its own."""
         member = self._member()
+        self._shut()
+        later = [number for number, present in sorted(member.work.open.items()) if not present.is_drained]
+        for number in later:
+            await self._workplace.drain(number)
         cut = member.adopting
         if cut is not None and await self._sources.adopt(cut.root):
+            for number in later:
+                if number in member.work.open:
+                    member.work.void(number)
             member.adopted(cut)
 
     def _cut_to_average(self) -> Cut | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from torch import Tensor, empty_like
+from torch import Tensor, empty_like, zeros_like
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ledger import Ledger
@@ -20,7 +20,7 @@ from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.step.contribution import contributions
-from swarm_peer.runtime.step.driver import SeatWeights
+from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.wire.ledger_codec import encode_ledger
 
 Result = TypeVar("Result")
@@ -69,11 +69,13 @@ class StageWorkplace:
             timeline=timeline_of(standing.restart),
             history_hash=standing.entry,
             ledger=_encoded(standing.ledger),
+            lag=number - standing.round,
             weights_version=self._trainer.weights_version,
             began_s=self._context.clock.monotonic_s(),
         )
         present = rounds.step
-        if (present.round_number, present.history_hash) != (number, standing.entry) or present.phase is Phase.EMPTY:
+        known = present.round_number, present.history_hash, present.weights_version
+        if known != (number, standing.entry, step.weights_version) or present.phase is Phase.EMPTY:
             rounds.begin(step)
         rounds.enter(Phase.OPEN)
 
@@ -102,6 +104,29 @@ class StageWorkplace:
     def _discard(self) -> None:
         self._trainer.discard_gradients()
         self._core.rounds.current.forget_counted()
+
+    async def give_up(self) -> None:
+        """Empty the accumulator, and drop what was computed in rounds that have ended without an average."""
+        await self._in_device_thread(self._give_up)
+
+    def _give_up(self) -> None:
+        self._discard()
+        self._trainer.strategy.forget_work()
+
+    async def difference(self) -> list[Tensor]:
+        """Give what this seat would bring to the average that ends the period, in the middle of it."""
+        return await self._in_device_thread(self._difference)
+
+    def _difference(self) -> list[Tensor]:
+        means, _ = self._trainer.strategy.difference()
+        if all(bool(mean.isfinite().all()) for mean in means):
+            return list(means)
+        self._updates.not_finite()
+        return [zeros_like(mean) for mean in means]
+
+    async def try_own(self, means: Sequence[Tensor]) -> None:
+        """Where updates are eager, begin with this seat's own gradient of the round before, until `apply`."""
+        await self._in_device_thread(partial(self._trainer.strategy.try_own, means))
 
     async def apply(self, averages: Sequence[Tensor]) -> None:
         """Update the weights; with no averages, as a round ends that has none."""

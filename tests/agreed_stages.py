@@ -1,4 +1,4 @@
-"""Peers with real stages whose rounds are agreed, over a network without wires."""
+"""Peers with real stages, whose rounds are agreed, over a network without wires."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from agreeing import quickly, until
 from made_up_slices import FakeReader
 from tiny_models import LENGTH, LLAMA, VOCABULARY
 
+from coordinator.run.baseline import ReplicatedBaseline
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
 from swarm_peer.policy.step_state import Phase
@@ -40,20 +42,22 @@ from swarm_peer.runtime.step.cut_averager import CutAverager
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.workplace import StageWorkplace
+from swarm_peer.token_marks import NOT_LEARNT, num_targets
 from swarm_peer.wire.identity import Identity
 
 BATCH = 6
 LENGTHS = (40, 1, 25, 30)
 
 
-def make_quick(monkeypatch):
+def quick_stages(monkeypatch):
     """Nobody waits for long."""
     quickly(monkeypatch)
     monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 0.02)
     monkeypatch.setattr(agreed_joining, "PAUSE_S", 0.05)
 
 
-def resolved_of(optimizer, **sections):
+def resolved_of(optimizer="sgd", **sections):
+    training = {"steps": 1000, "global_batch_size": BATCH, "microbatch_size": 1, "validation_every": 0}
     return ResolvedManifest.of(
         RunManifest.model_validate(
             {
@@ -61,9 +65,9 @@ def resolved_of(optimizer, **sections):
                 "model": {"config": LLAMA},
                 "stages": {"count": 2},
                 "data": {"sequence_length": LENGTH},
-                "training": {"steps": 100, "global_batch_size": BATCH, "microbatch_size": 1},
+                "training": training | sections.pop("training", {}),
                 "optimizer": {"name": optimizer, "learning_rate": 0.05},
-                "averaging": {"compare_weights_every": 2},
+                "averaging": {"compare_weights_every": 2} | sections.pop("averaging", {}),
                 "recovery": {"snapshot_every": 0},
             }
             | sections
@@ -76,6 +80,9 @@ def tokens_of(sample):
     return torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
 
 
+VALIDATION = np.concatenate([tokens_of((9, 9, number)).numpy() for number in range(4)]).astype(np.int32)
+
+
 def microbatch(first, second, sample):
     """Forward and backward of one sample through two stages."""
     tokens = tokens_of(sample)
@@ -85,11 +92,16 @@ def microbatch(first, second, sample):
 
 
 class Slices(FakeReader):
-    """Slices whose windows hold tokens."""
+    """Slices whose windows hold tokens; where samples have targets, of some not even one."""
+
+    has_targets = False
 
     def windows(self, slice_id):
         for window in range(self.lengths[slice_id.slice_index]):
-            yield tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+            tokens = tokens_of(SampleId(*slice_id, window))[0].numpy().astype(np.int32)
+            if self.has_targets:
+                tokens[: 1 + 5 * window % (LENGTH + 1)] |= NOT_LEARNT
+            yield tokens
 
 
 async def is_member(peer_id):
@@ -109,6 +121,42 @@ class NoCounts:
         pass
 
 
+class RecordingTrainer(StageTrainer):
+    """A trainer that knows the tokens of the microbatches in its accumulator."""
+
+    def __init__(self, *args, **options):
+        self.held = []
+        super().__init__(*args, **options)
+
+    def forward(self, tokens_BS, hidden_BTD=None):
+        made = super().forward(tokens_BS, hidden_BTD)
+        made.tokens = tokens_BS
+        return made
+
+    def backward(self, forward_pass, grad_BTD=None, *, counts=True):
+        result = super().backward(forward_pass, grad_BTD, counts=counts)
+        if counts:
+            self.held.append(forward_pass.tokens.to(torch.int32).numpy().tobytes())
+        return result
+
+    def discard_gradients(self):
+        self.held = []
+        return super().discard_gradients()
+
+
+class RecordingWorkplace(StageWorkplace):
+    """A workplace that notes which microbatches were computed in which round."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.computed = {}
+
+    async def contribution(self, number):
+        assert number not in self.computed, "each round ends once"
+        self.computed[number] = list(self._trainer.held)
+        return await super().contribution(number)
+
+
 class Rig:
     """One peer with a real stage."""
 
@@ -116,7 +164,7 @@ class Rig:
         self.peer, self.stage, self.rigs = peer, stage, rigs
         self.folder = folder and folder / peer.identity.peer_id
         context = peer.context
-        self.trainer = StageTrainer(resolved, resolved.specs[stage])
+        self.trainer = RecordingTrainer(resolved, resolved.specs[stage], agreed=True)
         self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self.rounds = RoundBook(context.changed)
         agreed, progress = AgreedWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
@@ -170,6 +218,7 @@ class Rig:
         self.keeper = AgreedSnapshotKeeper(
             context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
         )
+        self.workplace = RecordingWorkplace(context=context, core=core, updates=UpdateRecord(), copied=self.keeper.take)
         self.sources = StageSources(
             context=context,
             transport=peer.transport,
@@ -177,8 +226,8 @@ class Rig:
             core=core,
             donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
             newest_log=self.newest_log,
-            num_slices=len(LENGTHS) if stage == 0 else None,
             snapshots=taker,
+            num_slices=len(LENGTHS) if stage == 0 else None,
         )
         self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
         self.snapshots.sources[stage] = self.state_server
@@ -186,7 +235,7 @@ class Rig:
         self.driver = RoundDriver(
             agreement=peer.agreement,
             stage=stage,
-            workplace=StageWorkplace(context=context, core=core, updates=UpdateRecord(), copied=self.keeper.take),
+            workplace=self.workplace,
             averager=CutAverager(averager),
             sources=self.sources,
             changed=context.changed,
@@ -202,7 +251,9 @@ class Rig:
         )
         peer.calls.add(stage, server.calls | averager.calls | giving.calls)
         self.giving, self.admission = giving, core.admission
-        self.pool = SamplePool(context=context, reader=Slices(*LENGTHS))
+        reader = Slices(*LENGTHS)
+        reader.has_targets = resolved.manifest.data.has_targets
+        self.pool = SamplePool(context=context, reader=reader)
         slices = GrantedSlices(pool=self.pool, member=lambda: self.driver.member, num_readers=lambda: 2)
         self.launcher = BatchLauncher(
             context=context,
@@ -210,7 +261,7 @@ class Rig:
             slices=slices,
             member=lambda: self.driver.member,
             view=self.view,
-            validation=np.zeros((0, LENGTH + 1), np.int32),
+            validation=VALIDATION,
             look=peer.agreement.look,
         )
 
@@ -244,6 +295,10 @@ class Rig:
         )
         return SwarmView(2, tuple(found))
 
+    def has_validated(self, optimizer_step):
+        """Whether it has computed its share of a validation loss."""
+        return any(each.optimizer_step == optimizer_step for each in self.launcher.validations)
+
     async def run(self):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.driver.run)
@@ -276,12 +331,14 @@ class Hall:
         self.resolved = resolved
         self.folder = folder
         self.rigs = {}
+        self.all_rigs = []
 
     async def work(self, own, others):
         if not (stages := own.core.membership.desired - {-1}):
             return
         (stage,) = stages
         rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.resolved, self.rigs, self.folder)
+        self.all_rigs.append(rig)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(rig.run)
@@ -289,11 +346,11 @@ class Hall:
         finally:
             rig.thread.stop()
 
-    def cuts(self):
-        """The cuts of stage 0, by round."""
+    def cuts(self, stage=0):
+        """The cuts of a stage, by round."""
         found = {}
-        for rig in self.rigs.values():
-            for committed in rig.ended if rig.stage == 0 else ():
+        for rig in self.all_rigs:
+            for committed in rig.ended if rig.stage == stage else ():
                 found.setdefault(committed.entry.cut.round, committed.entry.cut)
         return [found[number] for number in sorted(found)]
 
@@ -313,6 +370,68 @@ class Hall:
         restart = next(iter(self.rigs.values())).peer.core.epoch.restart
         cuts = self.cuts()
         return [cut for cut in cuts if cut.round < restart.optimizer_step or cut.round >= restart.first_round]
+
+    def replicas(self, num_rounds):
+        """The shared state of both stages by optimizer step, as replicas in one process make it."""
+        stages = [[rig for rig in self.all_rigs if rig.stage == stage] for stage in (0, 1)]
+        reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages], agreed=True)
+        found = {}
+
+        def note():
+            states = [shared_entries(replicas[0].state()) for replicas in reference.stages]
+            found[reference.stages[0][0].optimizer_step] = states
+
+        for number in range(num_rounds):
+            computed = [[rig.workplace.computed.get(number, []) for rig in rigs] for rigs in stages]
+            batch, other = (sorted(each for held in by_rig for each in held) for by_rig in computed)
+            assert batch == other, f"both stages have computed the same in round {number}, each sample once"
+            orders = [[[batch.index(each) for each in held] for held in by_rig] for by_rig in computed]
+            tokens = [torch.frombuffer(bytearray(each), dtype=torch.int32).view(1, -1) for each in batch]
+            reference.train_step(tokens, orders)
+            note()
+        for rounds in reference._rounds:
+            rounds._update()  # where updates are delayed, the last one has yet to come
+        note()
+        return found
+
+    def mate_of(self, rig):
+        """The other peer of its stage."""
+        return next(other for other in self.rigs.values() if other is not rig and other.stage == rig.stage)
+
+    def validation_loss(self, first, second):
+        """The mean loss of the held-out samples with two rigs' weights."""
+        tokens = torch.from_numpy(VALIDATION)
+        return float(second.trainer.evaluate(tokens, first.trainer.evaluate(tokens)).mean())
+
+    def weight(self, held):
+        """The weight of a microbatch that was computed."""
+        tokens = np.frombuffer(held, np.int32)
+        return num_targets(tokens) if self.resolved.manifest.data.has_targets else 1
+
+    def check_counts(self, period=1):
+        """All that was computed has counted, once."""
+        for stage in (0, 1):
+            for cut in self.cuts(stage):
+                rounds = range(cut.round + 1 - period, cut.round + 1)
+                rigs = [rig for rig in self.all_rigs if rig.stage == stage]
+                held = [each for rig in rigs for number in rounds for each in rig.workplace.computed.get(number, ())]
+                made = sum(self.weight(each) for each in held)
+                assert sum(each.weight for each in cut.brings) == (made if cut.averages else 0), (stage, cut)
+
+    async def check_replicas(self, start, period=1, atol=1e-5):
+        """All have the shared state that replicas in one process make of the same microbatches."""
+        self.check_counts(period)
+        assert any(len(cut.seats) == 2 for cut in self.cuts())
+        expected = self.replicas(len(self.cuts()))
+        for rig in list(self.rigs.values()):
+            await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
+            state, step = shared_entries(rig.trainer.state()), rig.trainer.optimizer_step
+            assert step >= start
+            if step not in expected:  # meanwhile more rounds have ended
+                expected = self.replicas(len(self.cuts()))
+            assert state.keys() == expected[step][rig.stage].keys()
+            for name, value in expected[step][rig.stage].items():
+                torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
 
     async def check(self, start, atol=1e-5):
         """All have the weights that one process makes of the samples that have counted."""

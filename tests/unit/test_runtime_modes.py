@@ -1,0 +1,152 @@
+"""Real stages whose rounds are agreed make, in each mode of averaging, the updates of replicas in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import pytest
+from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_of, two_of_each
+from agreeing import swarm, until
+from tiny_models import LENGTH
+
+from swarm_peer.wire.identity import Identity
+
+PERIOD = 4
+DELAYED = {"mode": "delayed", "eager_updates": False}
+EAGER = {"mode": "delayed"}
+PERIODIC = {"mode": "periodic", "inner_steps": PERIOD}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    quick_stages(monkeypatch)
+
+
+def hall_of(averaging, data=None, **training):
+    sections = {"averaging": averaging, "training": training, "recovery": {"snapshot_every": 0}}
+    return Hall(resolved_of(**sections, **({"data": data} if data else {})))
+
+
+def period_of(averaging):
+    return averaging.get("inner_steps", 1)
+
+
+RECORDS = {"dataset": "json", "files": ["of-a-test.jsonl"], "format": "prompt_completion", "sequence_length": LENGTH}
+
+
+@pytest.mark.parametrize("averaging", [{}, PERIODIC], ids=["synchronous", "periodic"])
+def test_averages_are_weighted_by_targets(averaging):
+    async def run():
+        hall = hall_of(averaging, data=RECORDS)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            start = first[0].log(0).next_round
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, start + 2 * PERIOD), 60)
+            weights = {each.weight for cut in hall.cuts(1) for each in cut.brings}
+            assert max(weights) > LENGTH
+            await hall.check_replicas(start, period_of(averaging))
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
+def test_agreed_rounds_make_the_updates_of_replicas_in_one_process(averaging):
+    async def run():
+        hall = hall_of(averaging)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            start = first[0].log(0).next_round
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, start + 2 * PERIOD), 60)
+            await hall.check_replicas(start, period_of(averaging))
+
+    anyio.run(run)
+
+
+def is_at_work(stage, period, peer):
+    """Whether a peer has computed something in the second round of a period, or in any round but the first ones."""
+    member = peer.core.members.get(stage)
+    if member is None or member.log.next_round < period or member.log.next_round % period != (1 if period > 1 else 0):
+        return False
+    present = member.work.open.get(member.log.next_round)
+    return present is not None and present.computed.weight > 0 and len(peer.core.epoch.roster(stage)) == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
+def test_who_leaves_gives_all_that_it_has_computed(averaging, stage):
+    period = period_of(averaging)
+
+    async def run():
+        hall = hall_of(averaging)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            await until([more[stage]], partial(is_at_work, stage, period), 60)
+            leaver = hall.rigs[more[stage].identity.peer_id]
+            number = leaver.driver.member.log.next_round
+            given = await leaver.leave()
+            assert given == 1
+            if period > 1:
+                assert {each.round for each in hall.mate_of(leaver).driver.member.work.guests} == {number + 2}
+            some.kill(more[stage])
+            del hall.rigs[more[stage].identity.peer_id]
+            await until([first[stage]], lambda peer: len(peer.core.epoch.roster(stage)) == 1, 60)
+            start = first[0].log(0).next_round
+            for each in (0, 1):
+                await until([first[each]], partial(has_come_to, each, start + period + 3), 60)
+            brought = [(part.seat, each) for cut in hall.cuts(stage) for part in cut.parts for each in part.brings]
+            by = {seat.peer for seat, each in brought if each.name.seat.peer == leaver.peer.identity.peer_id}
+            if period > 1:  # else it may have been in the cut itself, as the last thing that it did
+                assert first[stage].identity.peer_id in by
+            await hall.check_replicas(start, period)
+
+    anyio.run(run)
+
+
+def test_a_newcomer_in_the_middle_of_a_period_begins_with_the_outer_weights():
+    async def run():
+        hall = hall_of(PERIODIC | {"inner_steps": 8})
+        async with swarm(hall.work, hall.resolved) as some:
+            first, _ = await two_of_each(some)
+            for _ in range(5):
+                newcomer = some.add(Identity.generate(), 1)
+                await until([newcomer], lambda peer: 1 in peer.core.members, 60)
+                rig = hall.rigs[newcomer.identity.peer_id]
+                await until([newcomer], lambda peer, rig=rig: rig.workplace.computed, 60)
+                if min(rig.workplace.computed) % 8 not in (0, 7):
+                    break
+            else:
+                pytest.fail("nobody has come in the middle of a period")
+            start = first[0].log(0).next_round
+            for each in (0, 1):
+                await until([first[each]], partial(has_come_to, each, start + 16), 60)
+            await until([newcomer], partial(has_come_to, 1, start + 16), 60)
+            await hall.check_replicas(start, 8)
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
+def test_a_run_ends_with_all_its_updates_and_validates_the_last_weights(averaging):
+    steps = 4 * PERIOD
+
+    async def run():
+        hall = hall_of(averaging, steps=steps, validation_every=2 * PERIOD)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some)
+            rigs = [hall.rigs[peer.identity.peer_id] for peer in (*first, *more)]
+            for rig in rigs:
+                await until([rig.peer], lambda _, rig=rig: rig.driver.is_over, 60)
+            for rig in rigs[::2]:
+                await until([rig.peer], lambda _, rig=rig: rig.has_validated(steps), 60)
+            assert all(rig.trainer.optimizer_step == steps for rig in rigs)
+            assert max(max(rig.workplace.computed) for rig in rigs) == steps - 1, "nothing is computed beyond it"
+            await hall.check_replicas(steps, period_of(averaging))
+            validated = [each for rig in rigs[::2] for each in rig.launcher.validations if each.optimizer_step == steps]
+            assert sum(each.samples for each in validated) == len(VALIDATION)
+            mean = sum(each.loss_sum for each in validated) / len(VALIDATION)
+            assert mean == pytest.approx(hall.validation_loss(rigs[0], rigs[1]), rel=1e-5)
+
+    anyio.run(run)
