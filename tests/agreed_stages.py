@@ -226,6 +226,7 @@ class Rig:
             core=core,
             donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
             newest_log=self.newest_log,
+            ask=lambda: peer.agreement.ask_for_log(stage),
             snapshots=taker,
             num_slices=len(LENGTHS) if stage == 0 else None,
         )
@@ -240,6 +241,7 @@ class Rig:
             sources=self.sources,
             changed=context.changed,
             ended=self.ended.append,
+            wanted=self.state_server.updates_wanted,
         )
         giving = Giving(
             context=context,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +166,7 @@ class Assembly:
             core=core,
             donors=self._donors,
             newest_log=self._newest_log,
+            ask=partial(agreement.ask_for_log, stage),
             num_slices=self.data.reader.num_slices() if self.data is not None else None,
             snapshots=taker,
         )
@@ -179,6 +181,7 @@ class Assembly:
             changed=context.changed,
             ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),
             lost=reports.lose,
+            wanted=lambda: state_server.updates_wanted(),
         )
         state_server = AgreedStateServer(context=context, core=core, kept=lambda number: _kept_by(driver, number))
         giving = Giving(

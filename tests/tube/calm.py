@@ -106,7 +106,7 @@ def _check_memory(watch: Invariants, host: Host) -> None:
     driver, core = replica.parts.driver, host.agreement.core
     kept = {
         "gradients": len(driver.gradients.names) / 2,
-        "updates": len(driver.updates),
+        "updates": len(driver.updates) - KEPT_ENTRIES,
         "ledgers": len(driver._ledgers),
         "results of cuts": len(driver._results),
         "closes": len(core._closed_s),

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import anyio
 import torch
 from torch import Tensor
 
@@ -25,10 +26,15 @@ from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
-from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.named_snapshots import NamedState
 from swarm_peer.runtime.state.roots import digest_of, root_of
-from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.state_server import (
+    MAX_UPDATES_RETAINED,
+    MOST_STATES_BYTES,
+    SMALL_BYTES,
+    StateServer,
+)
 from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.ledger_codec import read_ledger
@@ -38,6 +44,10 @@ log = logging.getLogger(__name__)
 
 # Relative distance of two states of the same updates. Unlike devices come 3e-3 apart with each microbatch in bf16.
 MOST_APART = 0.05
+# A state that was downloaded waits for so long for the entry that names its root: the one of the round that went on
+# as it was copied. Its leader is asked for that again and again.
+NAMED_S = 120.0
+ASK_S = 1.0
 
 
 class AgreedStateServer(StateServer):
@@ -52,6 +62,27 @@ class AgreedStateServer(StateServer):
     ):
         super().__init__(context=context, core=core)
         self._kept = kept
+
+    def updates_wanted(self) -> int:
+        """How many of the newest updates peers need that download a state from here, as far as there is room."""
+        self._drop_expired()
+        held = [each for each in self._held().values() if timeline_of(each.index) == self.step.timeline]
+        if not held:
+            return 0
+        room = max(MOST_STATES_BYTES * max(each.num_bytes for each in held), SMALL_BYTES)
+        room -= sum(each.num_bytes for each in held)
+        num_bytes = sum(4 * parameter.numel() for parameter in self._core.trainer.trained.values())
+        oldest = min(each.index.round_number for each in held)
+        # The update of the round that goes on will be needed, too.
+        return min(self.step.round_number + 1 - oldest, room // num_bytes, MAX_UPDATES_RETAINED)
+
+    def _find_held(self, min_round: int) -> StoredState | None:
+        """A held state is of use only to somebody who can get the updates since as well."""
+        found, lag = super()._find_held(min_round), self.step.lag
+        if found is None:
+            return None
+        since = range(found.index.round_number - lag, self.step.round_number - lag)
+        return found if all(self._kept(number) is not None for number in since) else None
 
     async def _update(self, round_number: int) -> StoredState:
         found = self._kept(round_number)
@@ -90,6 +121,7 @@ class StageSources:
     Args:
         donors: ids of the stage-mates
         newest_log: the stage's log as it is known now, which goes on while a state is downloaded
+        ask: asks the stage for its log, and its leader for the root of the state that the next round begins with
         snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
 
@@ -106,6 +138,7 @@ class StageSources:
         core: ReplicaCore,
         donors: Callable[[], Sequence[str]],
         newest_log: Callable[[], Log | None],
+        ask: Callable[[], None],
         num_slices: int | None,
         snapshots: SnapshotTaker,
     ):
@@ -117,8 +150,11 @@ class StageSources:
         self._stage = core.stage
         self._donors = donors
         self._newest_log = newest_log
+        self._ask = ask
         self._num_slices = num_slices
         self._snapshots = snapshots
+        # Grows with each call that is to change the weights: a download that an earlier one has begun must not.
+        self._turn = 0
         self._rng = context.random.stream("states")
 
     async def update(self, committed: Committed) -> list[Tensor]:
@@ -153,9 +189,10 @@ class StageSources:
             # No entry names a root yet. The weights that the run has begun with need none.
             return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
+        turn = self._begin_turn()
 
         async def take(state: StageState) -> None:
-            taken[:] = [await self._take(state)]
+            taken[:] = [await self._take(state, turn)]
 
         await self._fetch(take)
         return taken[0]
@@ -172,28 +209,54 @@ class StageSources:
 
         await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed)
 
-    async def _take(self, state: StageState) -> Taken:
+    async def _take(self, state: StageState, turn: int) -> Taken:
         """Take a state over, if it is what an entry says.
 
         Raises:
             InvalidMessage: it is not, or no entry names its root yet
         """
-        known, entry = self._newest_log(), state.history_hash
-        rounds = {head: number for number, head in known.heads().items()} if known is not None else {}
-        if known is None or entry not in rounds:
-            raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
-        following = known.since(rounds[entry])
-        root = following[0].entry.cut.root if following else ""
+        known, committed = await self._naming(state.history_hash)
+        root, entry = committed.entry.cut.root, state.history_hash
         if not root:
-            raise InvalidMessage("no entry names the root of this state yet")
+            raise InvalidMessage("the entry after this state does not name its root")
         if root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
-        step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round
-        await self._load(state, step)
+        await self._load(state, known.optimizer_step_at(committed.entry.cut.round), turn)
         return Taken(entry, {}, entry, ledger)
 
-    async def _load(self, state: StageState, optimizer_step: int) -> None:
+    async def _naming(self, entry: str) -> tuple[Log, Committed]:
+        """Wait for the entry after the one that a state embodies. Returns it, with the log that holds it.
+
+        Raises:
+            InvalidMessage: there is none in time
+        """
+        with anyio.move_on_after(NAMED_S):
+            while self._after(entry) is None:
+                self._ask()
+                with anyio.move_on_after(ASK_S):
+                    await self._context.changed.wait_for(lambda: self._after(entry) is not None)
+        if (found := self._after(entry)) is None:
+            raise InvalidMessage(f"a state of {entry[:40]!r}, which no entry of the stage's log follows")
+        return found
+
+    def _after(self, entry: str) -> tuple[Log, Committed] | None:
+        known = self._newest_log()
+        rounds = {head: number for number, head in known.heads().items()} if known is not None else {}
+        following = known.since(rounds[entry]) if known is not None and entry in rounds else ()
+        return (known, following[0]) if known is not None and following else None
+
+    def _begin_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _check_turn(self, turn: int) -> None:
+        """Raise NotServing if somebody else has begun to change the weights since."""
+        if turn != self._turn:
+            raise NotServing("this replica takes other weights by now")
+
+    async def _load(self, state: StageState, optimizer_step: int, turn: int) -> None:
+        self._check_turn(turn)
         load = partial(self._trainer.load_state, state.tensors, optimizer_step, keeps_work=False)
         await self._core.device_thread.run(Priority.STEP, load)
 
@@ -207,6 +270,7 @@ class StageSources:
             CallError: nobody gives them
         """
         adopted: list[bool] = []
+        turn = self._begin_turn()
 
         async def take(state: StageState) -> None:
             if await self._context.threads.run(root_of, dict(state.tensors), state.ledger) != root:
@@ -215,6 +279,7 @@ class StageSources:
             is_close = await self._context.threads.run(_are_close, state.tensors, own)
             adopted[:] = [is_close]
             if is_close:
+                self._check_turn(turn)
                 await self._core.device_thread.run(Priority.STEP, partial(self._trainer.adopt, state.tensors))
             else:
                 log.error("root_refused stage=%d reason=its weights are far from this peer's", self._stage)
@@ -232,11 +297,12 @@ class StageSources:
             CallError: the run begins with a snapshot, which nobody gives
         """
         ledger: list[Ledger] = []
+        turn = self._begin_turn()
 
         async def take(named: NamedState) -> None:
             if self._num_slices is not None:
                 ledger[:] = [read_ledger(named.state.ledger, self._num_slices)]
-            await self._load(named.state, restart.optimizer_step)
+            await self._load(named.state, restart.optimizer_step, turn)
 
         if restart.entries:
             await self._snapshots.take(self._stage, restart.entries[self._stage], restart.optimizer_step, take)

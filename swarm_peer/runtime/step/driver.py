@@ -31,6 +31,9 @@ KEPT_UPDATES = 4
 KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
+# A seat gives its place up if nobody has given it the state that it lacks for so long: all that had it may be gone, and
+# the stage has to be empty for the run to go back.
+PATIENCE_S = 180.0
 
 
 @dataclass
@@ -61,6 +64,7 @@ class RoundDriver:
         changed: Condition,
         ended: Callable[[Committed], None] = lambda committed: None,
         lost: Callable[[list[Contribution]], None] = lambda lost: None,
+        wanted: Callable[[], int] = lambda: 0,
     ):
         """Make a driver that has done nothing.
 
@@ -68,6 +72,7 @@ class RoundDriver:
             changed: notified whenever the core may ask for something else
             ended: told of each entry that was applied
             lost: given the list of contributions that no entry holds, to be told of and emptied
+            wanted: how many of the newest updates stage-mates need that take a state over
         """
         self.gradients = NamedGradients()
         self.updates: dict[str, list[Tensor]] = {}
@@ -80,6 +85,7 @@ class RoundDriver:
         self._changed = changed
         self._ended = ended
         self._lost = lost
+        self._wanted = wanted
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
         # Of cuts, by their hashes, with their rounds: one of them becomes an entry.
@@ -94,6 +100,8 @@ class RoundDriver:
         self._log: Log | None = None
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
+        # Since when nobody has given this seat the state that it lacks.
+        self._lacks_since_s: float | None = None
         # Held during each step: what leaves takes the same work out of the accumulator.
         self._working = anyio.Lock()
 
@@ -272,7 +280,7 @@ class RoundDriver:
         heads = [head for _, head in sorted(member.log.heads().items())]
         # None, if another log has taken the place of this one meanwhile: then a state is taken over.
         applied = heads[: heads.index(self._weights[1]) + 1] if self._weights[1] in heads else []
-        kept = {*applied[-KEPT_UPDATES:], *set(member.log.heads().values()) - set(applied)}
+        kept = {*applied[-max(KEPT_UPDATES, self._wanted()) :], *set(member.log.heads().values()) - set(applied)}
         self.updates = {entry: averages for entry, averages in self.updates.items() if entry in kept}
 
     async def _catch_up(self) -> None:
@@ -291,13 +299,33 @@ class RoundDriver:
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
-            taken = await self._sources.state()
+            taken = await self._state()
             if self._is_other(member, restart):
                 return
             member.work.void_all(member.log.next_round)
             self._weights = restart, taken.weights
             self.updates = dict(taken.updates)
             member.reached(taken.state, taken.ledger)
+
+    async def _state(self) -> Taken:
+        """Take a state over.
+
+        Raises:
+            CallError: nobody gives one
+        """
+        try:
+            taken = await self._sources.state()
+        except CallError as error:
+            now_s = anyio.current_time()
+            self._lacks_since_s = now_s if self._lacks_since_s is None else self._lacks_since_s
+            is_alone = len(self._agreement.core.epoch.roster(self._stage)) == 1
+            if is_alone or now_s > self._lacks_since_s + PATIENCE_S:
+                log.error("state_lost stage=%d reason=all that had it are gone: %s", self._stage, error)
+                self._lacks_since_s = None
+                self._agreement.core.resign(self._stage)
+            raise
+        self._lacks_since_s = None
+        return taken
 
     def _is_other(self, member: Member, restart: Restart) -> bool:
         """Whether the seat has lost its place, or the run has gone back, while the device or the network was at work.
