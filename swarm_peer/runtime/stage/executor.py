@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
@@ -172,16 +172,24 @@ class StageExecutor:
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
         if self._agreed is not None:
             self._agreed.admit(entered.number, (*microbatch.base, *result.base))
-        is_new = microbatch.id not in entered.counted
+        added: list[HopResult] = []
+
+        def add() -> HopResult:
+            is_new = microbatch.id not in entered.counted
+            reply = self._backward(entered, microbatch, passed, result)
+            added.extend([reply] if is_new else [])
+            return reply
+
         try:
             with self._noting_out_of_memory(entered):
-                done = await self._device_thread.run(
-                    Priority.BACKWARD,
-                    lambda: self._backward(entered, microbatch, passed, result),
-                    microbatch.num_samples,
-                    self._speed,
-                )
-            return self._counted(entered, microbatch, result, done, caller, passed.graph if is_new else None)
+                done = await self._device_thread.run(Priority.BACKWARD, add, microbatch.num_samples, self._speed)
+            return self._counted(entered, microbatch, result, done, caller, passed.graph if added else None)
+        except anyio.get_cancelled_exc_class():
+            # The caller has given up, or its connection is gone, as the gradient was added: it counts all the same.
+            if added:
+                with suppress(RoundClosed):
+                    self._counted(entered, microbatch, result, added[0], caller, passed.graph)
+            raise
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
             assert self._next_stage is not None
