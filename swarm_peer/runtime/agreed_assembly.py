@@ -167,6 +167,7 @@ class Assembly:
             donors=self._donors,
             newest_log=self._newest_log,
             ask=partial(agreement.ask_for_log, stage),
+            fears_lies=lambda: agreement.core.epoch.is_divided,
             num_slices=self.data.reader.num_slices() if self.data is not None else None,
             snapshots=taker,
         )

@@ -31,6 +31,7 @@ from loop import TubeLoop, run
 from network import Link
 from schedule import Event, Schedule
 from small import max_in_flight, pieces_of
+from standing import note_standing
 from world import LogToWorld, World
 
 from coordinator.checkpoints.store import CheckpointStore
@@ -203,6 +204,8 @@ class Tube:
         self.world.struck(kind)
 
     def violation(self, what: str) -> None:
+        if not self.world.violations:
+            note_standing(self.world)
         self.world.violation(what)
 
     def _cut_short(self) -> None:

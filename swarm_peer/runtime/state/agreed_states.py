@@ -122,6 +122,7 @@ class StageSources:
         donors: ids of the stage-mates
         newest_log: the stage's log as it is known now, which goes on while a state is downloaded
         ask: asks the stage for its log, and its leader for the root of the state that the next round begins with
+        fears_lies: whether the word of one stage-mate is not enough: the run has tickets enough to outvote a liar
         snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
 
@@ -139,6 +140,7 @@ class StageSources:
         donors: Callable[[], Sequence[str]],
         newest_log: Callable[[], Log | None],
         ask: Callable[[], None],
+        fears_lies: Callable[[], bool],
         num_slices: int | None,
         snapshots: SnapshotTaker,
     ):
@@ -151,6 +153,7 @@ class StageSources:
         self._donors = donors
         self._newest_log = newest_log
         self._ask = ask
+        self._fears_lies = fears_lies
         self._num_slices = num_slices
         self._snapshots = snapshots
         # Grows with each call that is to change the weights: a download that an earlier one has begun must not.
@@ -215,36 +218,44 @@ class StageSources:
         Raises:
             InvalidMessage: it is not, or no entry names its root yet
         """
-        known, committed = await self._naming(state.history_hash)
-        root, entry = committed.entry.cut.root, state.history_hash
-        if not root:
+        entry = state.history_hash
+        known, named = await self._naming(entry)
+        if self._fears_lies() and not (named and named.entry.cut.root):
             raise InvalidMessage("the entry after this state does not name its root")
-        if root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
+        root = await self._context.threads.run(root_of, dict(state.tensors), state.ledger)
+        if named and named.entry.cut.root not in ("", root):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
-        await self._load(state, known.optimizer_step_at(committed.entry.cut.round), turn)
+        number = next(number for number, head in known.heads().items() if head == entry)
+        await self._load(state, known.optimizer_step_at(number), turn)
         return Taken(entry, {}, entry, ledger)
 
-    async def _naming(self, entry: str) -> tuple[Log, Committed]:
-        """Wait for the entry after the one that a state embodies. Returns it, with the log that holds it.
+    async def _naming(self, entry: str) -> tuple[Log, Committed | None]:
+        """Wait for the log that holds the entry that a state embodies, and where lies are feared for the next entry.
 
         Raises:
             InvalidMessage: there is none in time
         """
         with anyio.move_on_after(NAMED_S):
-            while self._after(entry) is None:
+            while not self._is_settled(entry):
                 self._ask()
                 with anyio.move_on_after(ASK_S):
-                    await self._context.changed.wait_for(lambda: self._after(entry) is not None)
-        if (found := self._after(entry)) is None:
-            raise InvalidMessage(f"a state of {entry[:40]!r}, which no entry of the stage's log follows")
-        return found
+                    await self._context.changed.wait_for(lambda: self._is_settled(entry))
+        if (known := self._log_with(entry)) is None:
+            raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
+        return known, self._after(known, entry)
 
-    def _after(self, entry: str) -> tuple[Log, Committed] | None:
+    def _is_settled(self, entry: str) -> bool:
+        known = self._log_with(entry)
+        return known is not None and (not self._fears_lies() or self._after(known, entry) is not None)
+
+    def _log_with(self, entry: str) -> Log | None:
         known = self._newest_log()
-        rounds = {head: number for number, head in known.heads().items()} if known is not None else {}
-        following = known.since(rounds[entry]) if known is not None and entry in rounds else ()
-        return (known, following[0]) if known is not None and following else None
+        return known if known is not None and entry in known.heads().values() else None
+
+    @staticmethod
+    def _after(known: Log, entry: str) -> Committed | None:
+        return next((each for each in known.committed if each.entry.cut.parent == entry), None)
 
     def _begin_turn(self) -> int:
         self._turn += 1
