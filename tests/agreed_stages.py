@@ -34,7 +34,7 @@ from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state import agreed_joining
 from swarm_peer.runtime.state.agreed_joining import join
 from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step.averaging import GradientAverager
@@ -224,10 +224,12 @@ class Rig:
             transport=peer.transport,
             trainer=self.trainer,
             core=core,
-            donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
-            newest_log=self.newest_log,
-            ask=lambda: peer.agreement.ask_for_log(stage),
-            fears_lies=lambda: peer.core.epoch.is_divided,
+            mates=StageMates(
+                donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
+                newest_log=self.newest_log,
+                ask_for_log=lambda: peer.agreement.ask_for_log(stage),
+                fears_lies=lambda: peer.core.epoch.is_divided,
+            ),
             snapshots=taker,
             num_slices=len(LENGTHS) if stage == 0 else None,
         )
@@ -242,7 +244,6 @@ class Rig:
             sources=self.sources,
             changed=context.changed,
             ended=self.ended.append,
-            wanted=self.state_server.updates_wanted,
         )
         giving = Giving(
             context=context,
@@ -349,6 +350,11 @@ class Hall:
         finally:
             rig.thread.stop()
 
+    def takes_part(self, peer):
+        """Whether it has a place, and lets microbatches in: it has caught up with the others."""
+        rig = self.rigs.get(peer.identity.peer_id)
+        return rig is not None and rig.rounds.step.phase is Phase.OPEN
+
     def cuts(self, stage=0):
         """The cuts of a stage, by round."""
         found = {}
@@ -450,12 +456,12 @@ class Hall:
                 torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)
 
 
-async def two_of_each(some):
+async def two_of_each(some, hall):
     """Two peers of each of two stages, at work."""
     first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
     await until(first, lambda peer: peer.core.membership.stages != frozenset())
     more = [some.add(Identity.generate(), stage) for stage in (0, 1)]
-    await until(more, lambda peer: peer.core.membership.stages != frozenset(), 60)
+    await until(more, lambda peer: hall.takes_part(peer), 60)
     return first, more
 
 

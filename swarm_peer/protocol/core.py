@@ -41,6 +41,8 @@ from swarm_peer.protocol.messages import (
 from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.protocol.work import RoundContext
 
+# After a question for a root, all rounds that begin within so long tell it: the state may be copied in any of them.
+ROOTED_S = 5.0
 # A seat that is not ready agrees to be left out after this share of ready_s, on its own clock.
 PATIENT = 0.8
 
@@ -320,7 +322,7 @@ class Core:
             return [self.members[body.stage].head()] if body.stage in self.members else []
         if isinstance(body, WantRoot):
             if (wanted := self.leaders.get(body.stage)) is not None:
-                wanted.wants_root = True
+                wanted.root_until_s = now_s + ROOTED_S
             member = self.members.get(body.stage)
             return [member.entries()] if member is not None and member.reign is not None else []
         if isinstance(body, Counted | Granted):
@@ -413,7 +415,7 @@ class Core:
             return []
         answer: Body | None = None
         if isinstance(body, Status):
-            answer = leader.take_status(sender, body)
+            answer = leader.take_status(sender, body, now_s)
         elif isinstance(body, Ready) and body.part.seat == sender:
             answer = leader.take_ready(sender, body, now_s)
         elif isinstance(body, Said) and body.statement.body.author == sender:

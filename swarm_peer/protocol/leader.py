@@ -45,6 +45,8 @@ from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
+# A seat that lacks fewer entries than so many is waited for.
+NEAR = 3
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
 
@@ -70,12 +72,14 @@ class Round:
 
     Attributes:
         late: those who have kept the others waiting
+        far: when seats have said last that they lack more than the newest entries
     """
 
     number: int
     ready: dict[Seat, Ready] = field(default_factory=dict)
     first_ready_s: float = 0.0
     late: set[Seat] = field(default_factory=set)
+    far: dict[Seat, float] = field(default_factory=dict)
     attempt: Attempt | None = None
 
 
@@ -149,7 +153,7 @@ class Leader:
         others: where the other stages stand
         batch: of the open rounds, at stage 0
         evidence: an entry of another stage, which was computed from one that this stage has lost
-        wants_root: whether a newcomer has asked for the root of a coming state
+        root_until_s: until when all rounds begin with roots, since a newcomer has asked for one
     """
 
     def __init__(self, *, member: Member, reign: EpochId, context: RoundContext):
@@ -166,18 +170,20 @@ class Leader:
         self.others = OtherStages(member, context)
         self.batch = Batch(reign, context)
         self.evidence: Committed | None = None
-        self.wants_root = False
+        self.root_until_s = 0.0
         self._patience = Patience()
 
     # --- what it hears
 
-    def take_status(self, sender: Seat, status: Status) -> Body | None:
+    def take_status(self, sender: Seat, status: Status, now_s: float) -> Body | None:
         """Note where a member stands, or tell it the log."""
         for close in status.closes:
             self._member.take_close(close)
         self._statuses[sender] = status
         if not self.is_synced:
             return None
+        if status.state not in list(self._member.log.heads().values())[-NEAR:]:
+            self.round.far[sender] = now_s
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
             self._follow(theirs)
@@ -264,13 +270,13 @@ class Leader:
         if self._member.stage == 0:
             self._close(epoch)
         if present.number not in self._member.closes:
-            return [] if base is None else [Begin(self._member.stage, present.number, base, self.wants_root)]
+            is_rooted = now_s < self.root_until_s
+            return [] if base is None else [Begin(self._member.stage, present.number, base, is_rooted)]
         said: list[Body] = [self._member.closes[present.number]]
         if present.attempt is None:
             self._cut_when_ready(now_s, epoch, base)
         else:
             if (committed := self._agreed(now_s, epoch, present.attempt)) is not None:
-                self.wants_root &= not committed.entry.cut.root
                 self._patience.end_round(epoch.roster(self._member.stage), present.late)
                 self._member.take_commit(committed)
                 return [Commit(committed)]
@@ -343,7 +349,9 @@ class Leader:
         present = self.round
         roster = epoch.roster(self._member.stage)
         present.ready = {seat: ready for seat, ready in present.ready.items() if seat in roster}
-        missing = self._patience.waited_for(roster) - set(present.ready)
+        # A seat that lacks much takes a state, which the next entry has to name first.
+        far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
+        missing = self._patience.waited_for(roster) - set(present.ready) - far
         if present.ready and (not missing or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
             self._cut(now_s, epoch, base, list(present.ready), 0)

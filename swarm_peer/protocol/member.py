@@ -28,7 +28,7 @@ from swarm_peer.protocol.log import (
 )
 from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Head, Ready, Said, Status
 from swarm_peer.protocol.statements import EpochId, S, Seat, Signed
-from swarm_peer.protocol.work import OpenRound, RoundContext, Work
+from swarm_peer.protocol.work import Answer, OpenRound, RoundContext, Work
 
 # Entries that a member tells of its log: a leader that lacks more takes a state.
 TOLD_ENTRIES = 4
@@ -279,6 +279,7 @@ class Member:
         Args:
             is_late: whether a seat that is not ready has had its time, so that it agrees
         """
+        is_late |= self.is_behind and not self.work.brings(cut.round)
         if (cut.round, cut.parent) != (self.log.next_round, self.log.head) or cut.round not in self.closes:
             return
         present = self.work.round(cut.round)
@@ -440,14 +441,12 @@ class Member:
 
     def sayings(self, epoch: Epoch) -> list[Body]:
         """All that its leader should hear, and may not have heard yet."""
+        present = self.work.open.get(self.log.next_round) if self.reign is not None else None
+        answer = present.answer if present is not None else Answer()
+        said: list[Body] = [Said(self.stage, answer.said)] if answer.said is not None else []
         if self.reign is None or self.is_behind:
-            return [self.status()]
-        present = self.work.open.get(self.log.next_round)
-        said = list[Body]()
-        if present is not None and present.answer.said is not None:
-            said.append(Said(self.stage, present.answer.said))
-        if present is not None and present.answer.failed is not None:
-            said.append(Blame(self.stage, present.answer.failed))
+            return [self.status(), *said]
+        said += [Blame(self.stage, answer.failed)] if answer.failed is not None else []
         for number in sorted(self.work.open):
             if (part := self.part_of(number)) is not None:
                 root = self.work.open[number].root or "" if number == self.log.next_round else ""

@@ -41,7 +41,7 @@ from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.stage.time_meter import TimeMeter
 from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageSources
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from swarm_peer.runtime.step.averaging import GradientAverager
@@ -164,10 +164,7 @@ class Assembly:
             transport=transport,
             trainer=self.trainer,
             core=core,
-            donors=self._donors,
-            newest_log=self._newest_log,
-            ask=partial(agreement.ask_for_log, stage),
-            fears_lies=lambda: agreement.core.epoch.is_divided,
+            mates=self._make_mates(),
             num_slices=self.data.reader.num_slices() if self.data is not None else None,
             snapshots=taker,
         )
@@ -182,7 +179,6 @@ class Assembly:
             changed=context.changed,
             ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),
             lost=reports.lose,
-            wanted=lambda: state_server.updates_wanted(),
         )
         state_server = AgreedStateServer(context=context, core=core, kept=lambda number: _kept_by(driver, number))
         giving = Giving(
@@ -218,6 +214,15 @@ class Assembly:
         """The ids of the stage-mates."""
         core = self.peer.agreement.core
         return [seat.peer for seat in core.epoch.roster(self._stage) if seat != core.membership.me]
+
+    def _make_mates(self) -> StageMates:
+        agreement = self.peer.agreement
+        return StageMates(
+            donors=self._donors,
+            newest_log=self._newest_log,
+            ask_for_log=partial(agreement.ask_for_log, self._stage),
+            fears_lies=lambda: agreement.core.epoch.is_divided,
+        )
 
     def _make_keeper(self) -> tuple[SnapshotTaker, AgreedSnapshotKeeper]:
         context, agreement, snapshots = self.peer.context, self.peer.agreement, self.peer.snapshots

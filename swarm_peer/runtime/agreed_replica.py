@@ -219,7 +219,10 @@ class Replica:
         if self._member is None or self._peer.context.metrics.run_is_over:
             return
         held = await self.parts.driver.leave()
-        if held and not await self.parts.giving.give(held, self.stage_mates(), enough=1):
+        if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
+            samples = sum(num_windows(each.samples) for each in held)
+            log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(held), samples)
+        else:
             self.parts.reports.lose(held)
 
     async def _give_up_place(self) -> None:

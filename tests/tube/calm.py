@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 from hosts import Host
 from invariants import Invariants, members_of
@@ -54,7 +53,7 @@ def check_calm(
     _check_checkpoints(watch, stores, kept_s)
 
 
-def check_lost(watch: Invariants, since: Mapping[Place, Any], lost: Mapping[str, int], hurried: Collection[str]) -> None:
+def check_lost(watch: Invariants, since: Collection[Place], lost: Mapping[str, int], hurried: Collection[str]) -> None:
     """While all are together, no sample gets lost, unless stage-mates had to go on without somebody.
 
     Args:

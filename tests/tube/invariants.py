@@ -31,7 +31,8 @@ from swarm_peer.runtime.data.batch_launcher import BatchLauncher
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.state.agreed_states import StageSources
 from swarm_peer.runtime.step.agreed_reports import AgreedReports
-from swarm_peer.runtime.step.driver import RoundDriver, SeatWeights
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.workplace import StageWorkplace
 
@@ -232,7 +233,9 @@ class Invariants:
 
     def _check_entry(self, stage: int, entry: Entry) -> None:
         if unknown := [each.name for each in entry.cut.brings if (stage, each) not in self.records.works]:
-            self.tube.violation(f"the entry of round {entry.cut.round} of stage {stage} holds {unknown}, which nobody has")
+            self.tube.violation(
+                f"the entry of round {entry.cut.round} of stage {stage} holds {unknown}, which nobody has"
+            )
             return
         ids = self.records.ids_of(stage, entry)
         self.records.doubled += len(ids) - len(set(ids))
@@ -306,7 +309,9 @@ class Invariants:
             trainer = self._reference[place[0]]
             trainer.restart()
             if not same_weights(self.shared(trainer.state()), self.shared(state)):
-                self.tube.violation(f"{HOST.get()} begins with other weights than the initial ones: {self._said(place)}")
+                self.tube.violation(
+                    f"{HOST.get()} begins with other weights than the initial ones: {self._said(place)}"
+                )
         elif before_it not in self.records.weights:
             self.tube.violation(f"the run goes back to an entry of stage {place[0]} that nobody has come to")
         elif not same_weights(self.shared(self.records.weights[before_it]), self.shared(state)):

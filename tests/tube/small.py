@@ -56,6 +56,7 @@ def pieces_of(seed: str) -> Iterator[None]:
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
             stack.enter_context(patch.object(batch_launcher, "MAX_LAUNCHES", LAUNCHES))
             stack.enter_context(patch.object(driver, "KEPT_UPDATES", UPDATES_KEPT))
+            stack.enter_context(patch.object(driver, "SMALL_BYTES", 0))
             stack.enter_context(patch.object(state_server, "LEASE_S", LEASE_S))
         yield
 

@@ -32,34 +32,37 @@ def _lines(world: World, host: Host) -> Iterator[str]:
         for stage in range(COORDINATORS, membership.rules.num_stages)
     }
     silent = [names.get(seat, "?") for seat in membership._probed_s]
-    wishes = [f"{type(each.body).__name__} {names.get(each.body.author, '?')}" for each, _ in membership._wishes.values()]
+    wishes = [
+        f"{type(each.body).__name__} {names.get(each.body.author, '?')}" for each, _ in membership._wishes.values()
+    ]
     yield f"in epoch {tuple(core.epoch.id)[::2]} {rosters} since {membership._since_s:.0f} s; {core.epoch.restart}"
     yield f"wants {set(membership.desired)} has {set(membership.prepared)} suspects {silent}; wishes {wishes}"
     for stage, member in members_of(host).items():
-        log, work = member.log, member.work
+        log, work, at = member.log, member.work, f"stage {stage}:"
         doing = [
             name
             for name in ("working", "voiding", "draining", "rooting", "adopting", "averaging")
             if getattr(member, name) is not None
         ]
         rounds = {number: (each.voids, each.is_void, each.is_drained) for number, each in work.open.items()}
-        yield f"stage {stage}: next {log.next_round} head {log.head[:6]} state {member.state[:6]} behind {member.is_behind}"
-        yield f"stage {stage}: reign {member.reign and member.reign.number} {doing} rounds {rounds} closes {list(member.closes)}"
+        yield f"{at} next {log.next_round} head {log.head[:6]} state {member.state[:6]} behind {member.is_behind}"
+        reign, closes = member.reign and member.reign.number, list(member.closes)
+        yield f"{at} reign {reign} {doing} rounds {rounds} closes {closes}"
         if (leader := core.leaders.get(stage)) is not None:
             ready = [names.get(seat, "?") for seat in leader.round.ready]
             attempt = leader.round.attempt
-            cut = None if attempt is None else (attempt.cut.attempt, [names.get(seat, "?") for seat in attempt.cut.seats])
+            cut = None if attempt is None else [names.get(seat, "?") for seat in attempt.cut.seats]
             base = leader.others.base(leader.round.number, core.epoch)
             base_text = None if base is None else [head[:6] for head in base]
             lease = membership.has_lease(membership._now_s)
-            yield f"stage {stage}: leads; synced {leader.is_synced} lease {lease} ready {ready} cut {cut} base {base_text}"
-        if member.granted is not None:
-            yield f"stage {stage}: granted {member.granted.round} up to {member.granted.up_to} wants {member.wants_samples}"
+            yield f"{at} leads; synced {leader.is_synced} lease {lease} ready {ready} cut {cut} base {base_text}"
+        if (granted := member.granted) is not None:
+            yield f"{at} granted {granted.round} up to {granted.up_to} wants {member.wants_samples}"
     replica: Any = None if host.peer is None else host.peer._replica
-    if replica is not None:
-        driver, step = replica.parts.driver, replica.step
-        yield f"replica of {replica.stage}: weights {driver._weights[1][:6]} opened {driver._opened} {driver.complaint!r}"
-        yield f"replica of {replica.stage}: {host.peer._lifecycle.state} {step.phase} round {step.round_number}"  # type: ignore[union-attr]
+    if replica is not None and host.peer is not None:
+        driver, step, at = replica.parts.driver, replica.step, f"replica of {replica.stage}:"
+        yield f"{at} weights {driver._weights[1][:6]} opened {driver._opened} {driver.complaint!r}"
+        yield f"{at} {host.peer._lifecycle.state} {step.phase} round {step.round_number}"
         launcher = replica.parts.launcher
         if launcher is not None:
             text = f"in flight {launcher._in_flight} waiting {len(launcher._waiting)} draws {launcher._is_drawing}"

@@ -74,7 +74,7 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_copies_of_the_stage_befor
     async def run():
         hall = hall_in(tmp_path)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             survivors = [first[0], more[0]]
             await until(survivors[:1], lambda peer: guards(hall.rigs[peer.identity.peer_id]), 60)
             # One of the survivors holds nothing, and takes its own stage's snapshot from the other.

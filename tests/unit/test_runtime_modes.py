@@ -40,7 +40,7 @@ def test_averages_are_weighted_by_targets(averaging):
     async def run():
         hall = hall_of(averaging, data=RECORDS)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             start = first[0].log(0).next_round
             for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
                 await until(peers, partial(has_come_to, stage, start + 2 * PERIOD), 60)
@@ -56,7 +56,7 @@ def test_agreed_rounds_make_the_updates_of_replicas_in_one_process(averaging):
     async def run():
         hall = hall_of(averaging)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             start = first[0].log(0).next_round
             for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
                 await until(peers, partial(has_come_to, stage, start + 2 * PERIOD), 60)
@@ -82,7 +82,7 @@ def test_who_leaves_gives_all_that_it_has_computed(averaging, stage):
     async def run():
         hall = hall_of(averaging)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             await until([more[stage]], partial(is_at_work, stage, period), 60)
             leaver = hall.rigs[more[stage].identity.peer_id]
             number = leaver.driver.member.log.next_round
@@ -109,7 +109,7 @@ def test_a_newcomer_in_the_middle_of_a_period_begins_with_the_outer_weights():
     async def run():
         hall = hall_of(PERIODIC | {"inner_steps": 8})
         async with swarm(hall.work, hall.resolved) as some:
-            first, _ = await two_of_each(some)
+            first, _ = await two_of_each(some, hall)
             for _ in range(5):
                 newcomer = some.add(Identity.generate(), 1)
                 await until([newcomer], lambda peer: 1 in peer.core.members, 60)
@@ -135,7 +135,7 @@ def test_a_run_ends_with_all_its_updates_and_validates_the_last_weights(averagin
     async def run():
         hall = hall_of(averaging, steps=steps, validation_every=2 * PERIOD)
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             rigs = [hall.rigs[peer.identity.peer_id] for peer in (*first, *more)]
             for rig in rigs:
                 await until([rig.peer], lambda _, rig=rig: rig.driver.is_over, 60)

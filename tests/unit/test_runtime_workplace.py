@@ -21,7 +21,7 @@ def test_agreed_rounds_make_the_updates_of_one_process(optimizer, atol):
     async def run():
         hall = Hall(resolved_of(optimizer))
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             start = first[0].log(0).next_round
             for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
                 await until(peers, partial(has_come_to, stage, start + 4), 60)
@@ -36,7 +36,7 @@ def test_who_leaves_in_order_costs_no_sample(stage):
     async def run():
         hall = Hall(resolved_of("sgd"))
         async with swarm(hall.work, hall.resolved) as some:
-            first, more = await two_of_each(some)
+            first, more = await two_of_each(some, hall)
             start = first[0].log(0).next_round
             await until([more[stage]], partial(has_come_to, stage, start + 2), 60)
             leaver = hall.rigs[more[stage].identity.peer_id]

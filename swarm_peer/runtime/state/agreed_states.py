@@ -26,15 +26,10 @@ from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
-from swarm_peer.runtime.state.index import StageState, timeline_of
+from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedState
 from swarm_peer.runtime.state.roots import digest_of, root_of
-from swarm_peer.runtime.state.state_server import (
-    MAX_UPDATES_RETAINED,
-    MOST_STATES_BYTES,
-    SMALL_BYTES,
-    StateServer,
-)
+from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.ledger_codec import read_ledger
@@ -42,12 +37,13 @@ from swarm_peer.wire.messages import StateIndexCall
 
 log = logging.getLogger(__name__)
 
+# Pause between two questions for a longer log.
+ASK_S = 1.0
 # Relative distance of two states of the same updates. Unlike devices come 3e-3 apart with each microbatch in bf16.
 MOST_APART = 0.05
-# A state that was downloaded waits for so long for the entry that names its root: the one of the round that went on
-# as it was copied. Its leader is asked for that again and again.
-NAMED_S = 120.0
-ASK_S = 1.0
+# A state that was downloaded waits for so long for the log to come to its entry, and for the next one, which names its
+# root: that of the round that went on as it was copied.
+LOG_S, NAMED_S = 5.0, 120.0
 
 
 class AgreedStateServer(StateServer):
@@ -62,19 +58,6 @@ class AgreedStateServer(StateServer):
     ):
         super().__init__(context=context, core=core)
         self._kept = kept
-
-    def updates_wanted(self) -> int:
-        """How many of the newest updates peers need that download a state from here, as far as there is room."""
-        self._drop_expired()
-        held = [each for each in self._held().values() if timeline_of(each.index) == self.step.timeline]
-        if not held:
-            return 0
-        room = max(MOST_STATES_BYTES * max(each.num_bytes for each in held), SMALL_BYTES)
-        room -= sum(each.num_bytes for each in held)
-        num_bytes = sum(4 * parameter.numel() for parameter in self._core.trainer.trained.values())
-        oldest = min(each.index.round_number for each in held)
-        # The update of the round that goes on will be needed, too.
-        return min(self.step.round_number + 1 - oldest, room // num_bytes, MAX_UPDATES_RETAINED)
 
     def _find_held(self, min_round: int) -> StoredState | None:
         """A held state is of use only to somebody who can get the updates since as well."""
@@ -98,6 +81,23 @@ class AgreedStateServer(StateServer):
         return stored
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageMates:
+    """The ways in which a seat hears of its stage.
+
+    Attributes:
+        donors: ids of those who have a place in it
+        newest_log: its log as it is known now, which goes on while a state is downloaded
+        ask_for_log: asks for what is newer, and for the root of a coming state
+        fears_lies: whether the word of one stage-mate is not enough: there are tickets enough to outvote a liar
+    """
+
+    donors: Callable[[], Sequence[str]]
+    newest_log: Callable[[], Log | None]
+    ask_for_log: Callable[[], None]
+    fears_lies: Callable[[], bool]
+
+
 @dataclass(frozen=True)
 class Taken:
     """A state that was taken over.
@@ -119,10 +119,6 @@ class StageSources:
     """Takes over what one seat lacks: see `Sources`. Belongs to the event loop's thread.
 
     Args:
-        donors: ids of the stage-mates
-        newest_log: the stage's log as it is known now, which goes on while a state is downloaded
-        ask: asks the stage for its log, and its leader for the root of the state that the next round begins with
-        fears_lies: whether the word of one stage-mate is not enough: the run has tickets enough to outvote a liar
         snapshots: takes over the one that the run begins anew with
         num_slices: of the data, at stage 0; None at others
 
@@ -137,10 +133,7 @@ class StageSources:
         transport: Transport,
         trainer: StageTrainer,
         core: ReplicaCore,
-        donors: Callable[[], Sequence[str]],
-        newest_log: Callable[[], Log | None],
-        ask: Callable[[], None],
-        fears_lies: Callable[[], bool],
+        mates: StageMates,
         num_slices: int | None,
         snapshots: SnapshotTaker,
     ):
@@ -150,10 +143,7 @@ class StageSources:
         self._trainer = trainer
         self._core = core
         self._stage = core.stage
-        self._donors = donors
-        self._newest_log = newest_log
-        self._ask = ask
-        self._fears_lies = fears_lies
+        self._mates = mates
         self._num_slices = num_slices
         self._snapshots = snapshots
         # Grows with each call that is to change the weights: a download that an earlier one has begun must not.
@@ -172,7 +162,7 @@ class StageSources:
         )
         shapes = [parameter.shape for parameter in self._trainer.trained.values()]
         max_bytes = 4 * sum(shape.numel() for shape in shapes)
-        found = await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng)
+        found = await fetch_state(self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng)
         averages = list(found.tensors.values())
         # The digest covers bytes and not types: read as another type, the same bytes are other averages.
         fits = all(average.dtype == torch.float32 for average in averages)
@@ -188,11 +178,12 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
-        if (known := self._newest_log()) is not None and known.is_empty:
+        if (known := self._mates.newest_log()) is not None and known.is_empty:
             # No entry names a root yet. The weights that the run has begun with need none.
             return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
         turn = self._begin_turn()
+        self._mates.ask_for_log()
 
         async def take(state: StageState) -> None:
             taken[:] = [await self._take(state, turn)]
@@ -210,17 +201,19 @@ class StageSources:
             self.bytes_per_s = num_bytes / max(seconds, 1e-3)
             await take(state)
 
-        await fetch_state(self._transport, self._donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed)
+        await fetch_state(
+            self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed
+        )
 
     async def _take(self, state: StageState, turn: int) -> Taken:
         """Take a state over, if it is what an entry says.
 
         Raises:
-            InvalidMessage: it is not, or no entry names its root yet
+            InvalidMessage: it is not, or no entry names its root
         """
         entry = state.history_hash
         known, named = await self._naming(entry)
-        if self._fears_lies() and not (named and named.entry.cut.root):
+        if self._mates.fears_lies() and not (named and named.entry.cut.root):
             raise InvalidMessage("the entry after this state does not name its root")
         root = await self._context.threads.run(root_of, dict(state.tensors), state.ledger)
         if named and named.entry.cut.root not in ("", root):
@@ -236,21 +229,27 @@ class StageSources:
         Raises:
             InvalidMessage: there is none in time
         """
-        with anyio.move_on_after(NAMED_S):
-            while not self._is_settled(entry):
-                self._ask()
-                with anyio.move_on_after(ASK_S):
-                    await self._context.changed.wait_for(lambda: self._is_settled(entry))
+        await self._wait_for_log(lambda: self._log_with(entry) is not None, LOG_S)
+        if self._mates.fears_lies():
+            await self._wait_for_log(lambda: self._is_named(entry), NAMED_S)
         if (known := self._log_with(entry)) is None:
             raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
         return known, self._after(known, entry)
 
-    def _is_settled(self, entry: str) -> bool:
+    async def _wait_for_log(self, has_come: Callable[[], bool], seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            while not has_come():
+                self._mates.ask_for_log()
+                with anyio.move_on_after(ASK_S):
+                    await self._context.changed.wait_for(has_come)
+
+    def _is_named(self, entry: str) -> bool:
+        """Whether the log has gone on from an entry, or does not hold it any more."""
         known = self._log_with(entry)
-        return known is not None and (not self._fears_lies() or self._after(known, entry) is not None)
+        return known is None or self._after(known, entry) is not None
 
     def _log_with(self, entry: str) -> Log | None:
-        known = self._newest_log()
+        known = self._mates.newest_log()
         return known if known is not None and entry in known.heads().values() else None
 
     @staticmethod

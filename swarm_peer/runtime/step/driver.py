@@ -17,7 +17,7 @@ from torch import Tensor
 from swarm_peer.errors import CallError
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution, Cut, Log, Name, base_of
+from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
@@ -27,7 +27,9 @@ from swarm_peer.runtime.step.named_gradients import NamedGradients
 log = logging.getLogger(__name__)
 
 # Updates that are kept for stage-mates that have missed them.
-KEPT_UPDATES = 4
+KEPT_UPDATES, MOST_KEPT_UPDATES = 4, KEPT_ENTRIES
+# Of small updates, as many more as fit: rounds may be quicker than the download of a state.
+SMALL_BYTES = 2**26
 KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
@@ -64,7 +66,6 @@ class RoundDriver:
         changed: Condition,
         ended: Callable[[Committed], None] = lambda committed: None,
         lost: Callable[[list[Contribution]], None] = lambda lost: None,
-        wanted: Callable[[], int] = lambda: 0,
     ):
         """Make a driver that has done nothing.
 
@@ -72,7 +73,6 @@ class RoundDriver:
             changed: notified whenever the core may ask for something else
             ended: told of each entry that was applied
             lost: given the list of contributions that no entry holds, to be told of and emptied
-            wanted: how many of the newest updates stage-mates need that take a state over
         """
         self.gradients = NamedGradients()
         self.updates: dict[str, list[Tensor]] = {}
@@ -85,7 +85,6 @@ class RoundDriver:
         self._changed = changed
         self._ended = ended
         self._lost = lost
-        self._wanted = wanted
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
         # Of cuts, by their hashes, with their rounds: one of them becomes an entry.
@@ -262,7 +261,7 @@ class RoundDriver:
 
     def _collect(self, member: Member) -> None:
         """Keep the results of cuts that have become entries, by these."""
-        for entry in (committed.entry for committed in member.log.committed[-KEPT_UPDATES:]):
+        for entry in (committed.entry for committed in member.log.committed):
             if not entry.cut.averages:
                 self.updates.setdefault(entry.hash, [])
             elif entry.cut.hash in self._results:
@@ -280,7 +279,9 @@ class RoundDriver:
         heads = [head for _, head in sorted(member.log.heads().items())]
         # None, if another log has taken the place of this one meanwhile: then a state is taken over.
         applied = heads[: heads.index(self._weights[1]) + 1] if self._weights[1] in heads else []
-        kept = {*applied[-max(KEPT_UPDATES, self._wanted()) :], *set(member.log.heads().values()) - set(applied)}
+        most_bytes = max((sum(each.nbytes for each in averages) for averages in self.updates.values()), default=0)
+        num_kept = min(max(KEPT_UPDATES, SMALL_BYTES // max(most_bytes, 1)), MOST_KEPT_UPDATES)
+        kept = {*applied[-num_kept:], *set(member.log.heads().values()) - set(applied)}
         self.updates = {entry: averages for entry, averages in self.updates.items() if entry in kept}
 
     async def _catch_up(self) -> None:
@@ -299,7 +300,12 @@ class RoundDriver:
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
-            taken = await self._state()
+            try:
+                taken = await self._sources.state()
+            except CallError as error:
+                self._note_lack(error)
+                raise
+            self._lacks_since_s = None
             if self._is_other(member, restart):
                 return
             member.work.void_all(member.log.next_round)
@@ -307,25 +313,15 @@ class RoundDriver:
             self.updates = dict(taken.updates)
             member.reached(taken.state, taken.ledger)
 
-    async def _state(self) -> Taken:
-        """Take a state over.
-
-        Raises:
-            CallError: nobody gives one
-        """
-        try:
-            taken = await self._sources.state()
-        except CallError as error:
-            now_s = anyio.current_time()
-            self._lacks_since_s = now_s if self._lacks_since_s is None else self._lacks_since_s
-            is_alone = len(self._agreement.core.epoch.roster(self._stage)) == 1
-            if is_alone or now_s > self._lacks_since_s + PATIENCE_S:
-                log.error("state_lost stage=%d reason=all that had it are gone: %s", self._stage, error)
-                self._lacks_since_s = None
-                self._agreement.core.resign(self._stage)
-            raise
-        self._lacks_since_s = None
-        return taken
+    def _note_lack(self, error: CallError) -> None:
+        """Give up the place if nobody has the state any more: the run can go back once the stage is empty."""
+        now_s = anyio.current_time()
+        self._lacks_since_s = now_s if self._lacks_since_s is None else self._lacks_since_s
+        is_alone = len(self._agreement.core.epoch.roster(self._stage)) == 1
+        if is_alone or now_s > self._lacks_since_s + PATIENCE_S:
+            log.error("state_lost stage=%d reason=nobody gives what this peer lacks: %s", self._stage, error)
+            self._lacks_since_s = None
+            self._agreement.core.resign(self._stage)
 
     def _is_other(self, member: Member, restart: Restart) -> bool:
         """Whether the seat has lost its place, or the run has gone back, while the device or the network was at work.
