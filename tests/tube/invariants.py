@@ -17,6 +17,7 @@ from wrapping import after, around, before
 import swarm_peer.runtime.agreed_mover as mover_module
 from coordinator.run.coordination import Coordination
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.leadership import Term
@@ -70,7 +71,7 @@ class Invariants:
         self.ends: dict[int, Place] = {}
         self._tokens: dict[SampleId, torch.Tensor] = {}
         self._terms: dict[str, dict[Term, Any]] = {}  # that a process has heard of, by its host
-        self._reference = [StageTrainer(resolved, spec, blank=True) for spec in resolved.specs]
+        self._reference = [StageTrainer(resolved, spec, blank=True, agreed=True) for spec in resolved.specs]
         self._computed: dict[tuple[Any, ...], list[list[torch.Tensor]]] = {}  # see `_gradients`
 
     @contextmanager
@@ -116,7 +117,7 @@ class Invariants:
 
     def shared(self, state: State) -> State:
         """The part of a stage's state that stage-mates hold alike."""
-        return state
+        return shared_entries(state)
 
     # --- what is seen
 
@@ -135,7 +136,9 @@ class Invariants:
     def _computed_one(self, executor: StageExecutor, entered: Any, microbatch: Any, *_: Any) -> None:
         if executor._agreed is not None and microbatch.id in entered.counted:
             me = executor._agreed._agreement.core.membership.me
-            place = executor._trainer.spec.index, Name(me, entered.number)
+            member = executor._agreed._agreement.core.members.get(executor._trainer.spec.index)
+            number = entered.number if member is None else member.work.decided_in(entered.number)
+            place = executor._trainer.spec.index, Name(me, number)
             self.records.computed.setdefault(microbatch.id, set()).add(place)
 
     async def _held(self, call: Any, driver: RoundDriver, member: Member, number: int) -> None:
@@ -324,6 +327,9 @@ class Invariants:
             self.tube.violation(f"{self._said(place)} is computed from heads that nobody has come to: {unknown}")
             return
         self._compare(place, entry, restart, self._gradients(bases, self.records.ids_of(place[0], entry))[place[0]])
+
+    def _zeros(self, stage: int) -> list[torch.Tensor]:
+        return [torch.zeros(parameter.shape) for parameter in self._reference[stage].trained.values()]
 
     def _gradients(self, bases: Sequence[Place], ids: tuple[bytes, ...]) -> list[list[torch.Tensor]]:
         """The mean gradients of each stage that one process has of microbatches, with these weights.

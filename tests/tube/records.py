@@ -100,6 +100,15 @@ class Records:
         """How many samples microbatches are of."""
         return sum(len(self.microbatches[each][0]) for each in ids)
 
+    def mean(self, stage: int, entry: Entry, zeros: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The mean over samples of what the contributions of an entry are; zeros where they are of none."""
+        total = sum(each.weight for each in entry.cut.brings)
+        sums = [zero.clone() for zero in zeros]
+        for each in entry.cut.brings if total else ():
+            for into, mean in zip(sums, self.works[stage, each].means, strict=True):
+                into += mean * (each.weight / total)
+        return sums
+
     def names(self, ids: Iterable[bytes]) -> Iterator[SampleId]:
         """The samples of microbatches."""
         for each in ids:

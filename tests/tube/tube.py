@@ -23,13 +23,17 @@ import anyio
 import anyio.lowlevel
 import torch
 from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, check_calm, check_lost, has_checkpoint, newest_of_all
+from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
+from finish import FinishInvariants, FinishPeriodicInvariants, num_steps
 from hosted import obeying_schedules, run_coordinator, run_peer, run_stranger
 from hosts import RUN_KEY, Host, identity_of
 from invariants import Invariants, members_of
 from loop import TubeLoop, run
 from network import Link
+from periodic import PeriodicInvariants
 from schedule import Event, Schedule
+from short import ShortInvariants
 from small import max_in_flight, pieces_of
 from standing import note_standing
 from world import LogToWorld, World
@@ -80,13 +84,22 @@ CONFIG: dict[str, Any] = {
 }
 
 WATCHES: dict[str, type[Invariants]] = {
+    "periodic": PeriodicInvariants,
+    "delayed": Invariants,
+    "eager": EagerInvariants,
+    "short": ShortInvariants,
+    "finish": FinishInvariants,
+    "finish-delayed": FinishInvariants,
+    "finish-periodic": FinishPeriodicInvariants,
     "lost": Invariants,
+    "lost-delayed": Invariants,
+    "lost-periodic": PeriodicInvariants,
 }
 
 
 def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
-    steps, validation_every = (1000, 0)
+    steps, validation_every = (num_steps(seed), 5) if mode.startswith("finish") else (1000, 0)
     averaging = mode.removeprefix("finish-").removeprefix("lost-")
     averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
         averaging, averaging
