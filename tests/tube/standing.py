@@ -37,6 +37,9 @@ def _lines(world: World, host: Host) -> Iterator[str]:
     ]
     yield f"in epoch {tuple(core.epoch.id)[::2]} {rosters} since {membership._since_s:.0f} s; {core.epoch.restart}"
     yield f"wants {set(membership.desired)} has {set(membership.prepared)} suspects {silent}; wishes {wishes}"
+    before_round, step, held = membership.holds
+    offered = sorted((name.optimizer_step, name.stage, name.base[:4]) for name in held)
+    yield f"offers round {before_round}, step {step}: {offered}"
     for stage, member in members_of(host).items():
         log, work, at = member.log, member.work, f"stage {stage}:"
         doing = [
