@@ -66,7 +66,7 @@ def resolved_of(optimizer="sgd", **sections):
                 "stages": {"count": 2},
                 "data": {"sequence_length": LENGTH},
                 "training": training | sections.pop("training", {}),
-                "optimizer": {"name": optimizer, "learning_rate": 0.05},
+                "optimizer": {"name": optimizer, "learning_rate": 0.05 if optimizer == "sgd" else 0.002},
                 "averaging": {"compare_weights_every": 2} | sections.pop("averaging", {}),
                 "recovery": {"snapshot_every": 0},
             }
@@ -213,7 +213,7 @@ class Rig:
             transport=peer.transport,
             agreement=peer.agreement,
             snapshots=self.snapshots,
-            holders=lambda: [rig.peer.identity.peer_id for rig in self.rigs.values()],
+            holders=lambda: sorted({seat.peer for seat in peer.core.epoch.seats} | self.rigs.keys()),
         )
         self.keeper = AgreedSnapshotKeeper(
             context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
@@ -374,13 +374,13 @@ class Hall:
                 trainer.apply(trainer.mean_gradients())
         return [trainer.state() for trainer in trainers]
 
-    def history(self):
-        """The cuts of stage 0 that the newest one rests on, in their order: the run may have gone back."""
+    def history(self, stage=0):
+        """The cuts of a stage that the newest one rests on, in their order: the run may have gone back."""
         restart = next(iter(self.rigs.values())).peer.core.epoch.restart
-        cuts = self.cuts()
+        cuts = self.cuts(stage)
         return [cut for cut in cuts if cut.round < restart.optimizer_step or cut.round >= restart.first_round]
 
-    def replicas(self, num_rounds):
+    def replicas(self):
         """The shared state of both stages by optimizer step, as replicas in one process make it."""
         stages = [[rig for rig in self.all_rigs if rig.stage == stage] for stage in (0, 1)]
         reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages], agreed=True)
@@ -390,7 +390,14 @@ class Hall:
             states = [shared_entries(replicas[0].state()) for replicas in reference.stages]
             found[reference.stages[0][0].optimizer_step] = states
 
-        for number in range(num_rounds):
+        def update():
+            for rounds in reference._rounds:
+                rounds._update()  # where updates are delayed, the last one has yet to come
+
+        restart = next(iter(self.rigs.values())).peer.core.epoch.restart
+        for number in (cut.round for cut in self.history()):
+            if number == restart.first_round:
+                update()
             computed = [[rig.workplace.computed.get(number, []) for rig in rigs] for rigs in stages]
             batch, other = (sorted(each for held in by_rig for each in held) for by_rig in computed)
             assert batch == other, f"both stages have computed the same in round {number}, each sample once"
@@ -398,8 +405,7 @@ class Hall:
             tokens = [torch.frombuffer(bytearray(each), dtype=torch.int32).view(1, -1) for each in batch]
             reference.train_step(tokens, orders)
             note()
-        for rounds in reference._rounds:
-            rounds._update()  # where updates are delayed, the last one has yet to come
+        update()
         note()
         return found
 
@@ -420,7 +426,7 @@ class Hall:
     def check_counts(self, period=1):
         """All that was computed has counted, once."""
         for stage in (0, 1):
-            for cut in self.cuts(stage):
+            for cut in self.history(stage):
                 rounds = range(cut.round + 1 - period, cut.round + 1)
                 rigs = [rig for rig in self.all_rigs if rig.stage == stage]
                 held = [each for rig in rigs for number in rounds for each in rig.workplace.computed.get(number, ())]
@@ -431,13 +437,14 @@ class Hall:
         """All have the shared state that replicas in one process make of the same microbatches."""
         self.check_counts(period)
         assert any(len(cut.seats) == 2 for cut in self.cuts())
-        expected = self.replicas(len(self.cuts()))
+        expected = self.replicas()
         for rig in list(self.rigs.values()):
             await until([rig.peer], lambda _, rig=rig: rig.rounds.step.phase is Phase.OPEN)
             state, step = shared_entries(rig.trainer.state()), rig.trainer.optimizer_step
             assert step >= start
             if step not in expected:  # meanwhile more rounds have ended
-                expected = self.replicas(len(self.cuts()))
+                await until([rig.peer], lambda _, step=step: len(self.history()) >= step)
+                expected = self.replicas()
             assert state.keys() == expected[step][rig.stage].keys()
             for name, value in expected[step][rig.stage].items():
                 torch.testing.assert_close(state[name], value, rtol=10 * atol, atol=atol)

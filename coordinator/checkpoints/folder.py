@@ -26,6 +26,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.policy.lineage import MAX_LINEAGE_BYTES
 from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.wire.messages import MAX_ENTRY_BYTES
 
 CONTENTS, MANIFEST = "checkpoint.json", "manifest.json"
 # Beside them, once the run has shown that these weights are broken.
@@ -74,6 +75,7 @@ class StateFields(BaseModel):
     ledger: bytes = b""
     # Peers that come back tell by it which of their work is lost.
     lineage: bytes = Field(b"", max_length=MAX_LINEAGE_BYTES)
+    entry: bytes = Field(b"", max_length=MAX_ENTRY_BYTES)
 
 
 class Contents(BaseModel):
@@ -110,6 +112,11 @@ class Checkpoint:
     def round_number(self) -> int:
         """The round that its states begin."""
         return self._contents.stages[0].round_number
+
+    @property
+    def entries(self) -> tuple[bytes, ...]:
+        """By stage, the entry that names its state; empty where none does."""
+        return tuple(fields.entry for fields in self._contents.stages)
 
     def load_stage(self, stage: int) -> StageState:
         """The state of one stage.

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import anyio
 
@@ -23,7 +24,7 @@ from coordinator.watch.run_file import CHECKPOINTS
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import who_is
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
+from swarm_peer.errors import CallError, InvalidMessage, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.recovery import Timeline
@@ -150,6 +151,22 @@ class Duty:
     promises: Promises = field(default_factory=Promises)
 
 
+class Names(Protocol):
+    """Tells by their names which states are of the run: where its peers agree, each snapshot carries an entry."""
+
+    async def check(self, stage: int, state: StageState) -> None:
+        """Check a snapshot. Raises InvalidMessage if the stage has not committed it."""
+        ...
+
+    async def check_together(self, states: Sequence[StageState]) -> None:
+        """Check that snapshots of all stages are of one part of the run. Raises InvalidMessage."""
+        ...
+
+    async def saved(self, states: Sequence[StageState]) -> None:
+        """Take note that a checkpoint of these states is saved."""
+        ...
+
+
 class CheckpointWriter:
     """Writes a checkpoint each time that the run has made `plan.every` more optimizer steps.
 
@@ -159,6 +176,7 @@ class CheckpointWriter:
         threads: write the files
         rng: chooses among the peers of a stage
         duty: of this coordinator
+        names: of states; None where peers do not agree
     """
 
     def __init__(
@@ -171,6 +189,7 @@ class CheckpointWriter:
         threads: Threads,
         rng: random.Random,
         duty: Duty,
+        names: Names | None = None,
     ):
         assert plan.store is not None
         self._resolved = resolved
@@ -180,6 +199,7 @@ class CheckpointWriter:
         self._watch = watch
         self._directory = directory
         self._duty = duty
+        self._names = names
         self._acts = duty.acts
         self._receiver = StateReceiver(resolved, threads, plan.store.local_folder)
         self._threads = threads
@@ -302,7 +322,11 @@ class CheckpointWriter:
                     self._promises.checkpoint_saved(optimizer_step)  # nobody wants it
                     return
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
-                await self._write(weights, await self._fetch_all(transport, stages, weights))
+                states = await self._fetch_all(transport, stages, weights)
+                await self._write(weights, states)
+                if self._names is not None and not self._is_last(optimizer_step):
+                    await self._names.saved(states)
+                del states
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")
                 self._promises.checkpoint_saved(optimizer_step)
@@ -358,7 +382,14 @@ class CheckpointWriter:
             stages.remove(stage)
             stages.insert(0, stage)
             states[stage] = await self._fetch(transport, stage, weights)
-        return [states[stage] for stage in sorted(states)]
+        found = [states[stage] for stage in sorted(states)]
+        if self._names is not None and not self._is_last(weights.first_optimizer_step):
+            await self._names.check_together(found)
+        return found
+
+    def _is_last(self, optimizer_step: int) -> bool:
+        """Whether no round begins with the weights of a step, so that no entry names them."""
+        return optimizer_step >= self._manifest.training.steps
 
     async def _write(self, weights: Timeline, states: Sequence[StageState]) -> None:
         """Put the states of all stages into the store.
@@ -394,9 +425,26 @@ class CheckpointWriter:
         # Peers of the stage first; peers of other stages may keep its state, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
         donors = [peer.peer_id for peer in peers]
-        call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=weights.created_at_round)
+        created_at_round = weights.created_at_round
+        call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=created_at_round)
+        names = None
+        if self._names is not None:
+            # The weights of the last step are given as those of a replica.
+            names = None if self._is_last(weights.first_optimizer_step) else self._names
+            step = None if names is None else weights.first_optimizer_step
+            call = StateIndexCall(
+                manifest=self._resolved.hash, of_stage=stage, min_round=created_at_round, optimizer_step=step
+            )
         optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
         room = self._receiver.of_stage(stage)
+
+        async def take(state: StageState) -> None:
+            await room.check(state)
+            if self._names is not None and state.round_number != created_at_round:
+                raise InvalidMessage(f"a state of round {state.round_number}; wanted {created_at_round}")
+            if names is not None:
+                await names.check(stage, state)
+
         state = await fetch_state(
             transport,
             donors,
@@ -404,7 +452,8 @@ class CheckpointWriter:
             max_bytes=max_bytes,
             optimizer_step=optimizer_step,
             rng=self._rng,
-            take=room.check,
+            take=take,
             room=room,
+            are_holders=names is not None,
         )
-        return state.at_beginning_of(weights)
+        return state.at_beginning_of(weights) if self._names is None else state

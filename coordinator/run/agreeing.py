@@ -21,7 +21,6 @@ from coordinator.run.context import CoordinatorContext
 from swarm_peer.errors import CallError, InvalidMessage, UserError
 from swarm_peer.files import replace_file
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch, Place, Restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.statements import EpochId, KeySigned, Seat
@@ -156,9 +155,12 @@ class EpochsFile:
         Raises:
             OSError: the disk does not take it
         """
-        # Those before the newest one that the key has signed prove nothing more.
-        first = max(index for index, each in enumerate(kept.chain) if each.is_of_key)
-        replace_file(self._path, self._statements.encode((kept.beginning, kept.chain[first:])))
+        data = self._statements.encode(kept[:])
+        if len(data) > MAX_MESSAGE_BYTES:
+            # Those before the newest one that the key has signed prove nothing more about it.
+            first = max(index for index, each in enumerate(kept.chain) if each.is_of_key)
+            data = self._statements.encode((kept.beginning, kept.chain[first:]))
+        replace_file(self._path, data)
 
 
 class Start(NamedTuple):
@@ -246,10 +248,11 @@ class Agreeing:
         """Unix seconds at which the run was begun or resumed, roughly."""
         return self.membership.epoch.id.term
 
-    @property
-    def timeline(self) -> Timeline:
-        """Where the run was begun or resumed."""
-        return timeline_of(self.beginning)
+    def go_back(self, restart: Restart) -> None:
+        """Have the run go on from a restart, by the run key; all keep their places."""
+        term = int(self._context.clock.unix_s())
+        self.agreement.announce_by_key(self.membership.epoch.places, restart, least_term=term)
+        self.beginning = restart
 
     async def run(self) -> None:
         """Take part, until cancelled."""
@@ -265,8 +268,9 @@ class Agreeing:
             await self._context.changed.wait_for(partial(self._is_past, epoch))
             newest = self.membership.epoch
             log.info("epoch_begun term=%d number=%d seats=%d", newest.id.term, newest.id.number, len(newest.seats))
-            if newest.id.number == 0 and newest.restart != epoch.restart:
-                self.beginning = newest.restart  # by the key: the run was resumed, or went back
+            first = self.membership.epoch_of(newest.id._replace(number=0)) or newest
+            if newest.id.term != epoch.id.term and first.restart != epoch.restart:
+                self.beginning = first.restart  # the run was resumed, or has gone back, by the run key
             await self._keep()
 
     def _is_past(self, epoch: Epoch) -> bool:
@@ -285,11 +289,6 @@ class Agreeing:
             await self._context.threads.run(self._file.write, kept)
         except OSError as error:
             log.warning("epochs_not_kept reason=%s", error)
-
-
-def timeline_of(restart: Restart) -> Timeline:
-    """The part of the run that begins with a restart."""
-    return Timeline(restart.first_round, restart.optimizer_step, restart.first_round)
 
 
 async def _find(

@@ -36,6 +36,7 @@ from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import count_logged_errors, serve_metrics
+from swarm_peer.runtime.host.ports import PortTaken
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
 from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.assignments import find_end
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 MOST_CHANGED = 4
 # Of a standby, below its output.
 STANDBY_IDENTITY = "standby-identity"
+# Between tries to listen on a port that an earlier node of this process gives up.
+PORT_PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 TELLING = f"Telling all peers and standbys that the run is over, for at least {LINGER_S:.0f} s."
 NOT_TOLD = "the files with the addresses of the run are not those of now"
 
@@ -184,8 +187,23 @@ async def _open_where_it_was(
                 f"of its log), {_without_peers(output)}, or name another --output"
             )
         if dht is None:
-            dht = await opened.enter_async_context(open_own(()))
+            # The node that has found nobody may hold the port for a moment longer.
+            dht = await _enter_alone(opened, open_own, PORT_PAUSES_S if known else ())
         yield dht
+
+
+async def _enter_alone(
+    opened: AsyncExitStack,
+    open_own: Callable[[Sequence[str]], AbstractAsyncContextManager[SwarmDHT]],
+    pauses_s: Sequence[float],
+) -> SwarmDHT:
+    """Begin a new swarm; where the port is taken, try again after each of these pauses."""
+    for pause_s in pauses_s:
+        try:
+            return await opened.enter_async_context(open_own(()))
+        except PortTaken:
+            await anyio.sleep(pause_s)
+    return await opened.enter_async_context(open_own(()))
 
 
 def _without_peers(output: Path) -> str:

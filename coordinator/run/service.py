@@ -23,7 +23,8 @@ from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.writer import CheckpointWriter, Duty
 from coordinator.run.address_files import COORDINATOR, KnownPeers, write_addresses
-from coordinator.run.agreeing import Agreeing, KeyContext, Start, others_in
+from coordinator.run.agreed_run import AgreedRun, Surroundings
+from coordinator.run.agreeing import others_in
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
@@ -49,10 +50,10 @@ from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.trouble import Trouble
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.scratch import scratch_folder
-from swarm_peer.runtime.network.agreement import is_agreed, rules_of
+from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.transport import Transport
@@ -77,6 +78,9 @@ RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
 # Peers and standbys find the end only while a node keeps it, and do not ask one for some 20 s that did not answer once.
 LINGER_S = 30.0
+
+# Gives checkpoints to peers, those that agree among them.
+Giver = CheckpointGiver | AgreedRun
 
 
 class RunService:
@@ -122,7 +126,7 @@ class RunService:
         self._divergence = Divergence(
             options=options, manifest=resolved.manifest, watch=self.watch, threads=self._context.threads
         )
-        self._agreeing: Agreeing | None = None
+        self._agreed: AgreedRun | None = None
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
@@ -187,7 +191,7 @@ class RunService:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
-    async def _look_for_divergence(self, giver: CheckpointGiver, files: RunFiles) -> None:
+    async def _look_for_divergence(self, giver: Giver, files: RunFiles) -> None:
         """Have the run go back to its last good checkpoint if its weights have diverged.
 
         Raises:
@@ -205,7 +209,7 @@ class RunService:
             why = f"{in_words(found)}; and it cannot go back, since {error}"
             raise await self._divergence.failure(self._beginning.timeline, self._fits(files), why) from error
 
-    async def _go_back(self, checkpoint: Checkpoint, giver: CheckpointGiver, files: RunFiles) -> None:
+    async def _go_back(self, checkpoint: Checkpoint, giver: Giver, files: RunFiles) -> None:
         """Have the run go on from a checkpoint: the peers of stage 0 find that, and have the others follow."""
         newest = max(newest_position(self.watch.view).round_number, self.watch.round_number + 1)
         timeline = await giver.resume(checkpoint, newest)
@@ -237,53 +241,63 @@ class RunService:
             promises=self._options.promises,
         )
 
-    async def _find_beginning(
-        self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path
-    ) -> CheckpointGiver:
+    async def _find_beginning(self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path) -> Giver:
         """Find out or decide where the run begins, and give checkpoints to its peers from now on."""
-        plan, giver = self._options.plan, CheckpointGiver(self.manifest, self._context, scratch)
+        plan = self._options.plan
         if is_agreed():
-            await self._agree(transport, tasks, files, giver)
-        elif plan.resume is not None:
-            self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
+            return await self._agree(transport, tasks, files, scratch)
+        giver = CheckpointGiver(self.manifest, self._context, scratch)
         if plan.resume is not None:
-            tell_changes(plan.resume, self.manifest)
-            note_resumed(self._options.output, plan.resume, self._beginning.timeline)
+            self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
         else:
-            if not is_agreed():
-                await self._beginning.find()
-            # The DHT forgets the record a day after the last coordinator. Newcomers must not begin the run anew then.
-            if known := files.lines_since(self._beginning.timeline.first_round):
-                self._beginning.see(files.round_number + 1, files.optimizer_step)
-            self.watch.recall(known)
+            await self._beginning.find()
             tasks.start_soon(self._give_again, giver, files)
-        self.watch.begun_at = max(self._beginning.reached[1], self._beginning.timeline.first_optimizer_step)
+        self._go_on_from(files)
         await transport.serve(giver.dispatcher)
         if plan.store is not None:
             tasks.start_soon(giver.give_when_lost, transport, plan.store, self._fits(files), self.watch)
         return giver
 
-    async def _agree(self, transport: Transport, tasks: TaskGroup, files: RunFiles, giver: CheckpointGiver) -> None:
+    async def _agree(self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path) -> AgreedRun:
         """Find the run's epochs or begin them, and take part in agreement from now on."""
-        checkpoint, resume = self._options.plan.resume, None
-        if checkpoint is not None:
-            after_round = max(checkpoint.round_number, files.round_number)
-            resume = rules_of(self.manifest).restart(after_round, checkpoint.optimizer_step)
-        else:
+        if self._options.plan.resume is None:
             await self._beginning.find()
         view = await self._directory.refresh_surely(range(self.resolved.num_stages))
-        has_trained = files.round_number >= 0
-        is_under_way = self._beginning.is_known or bool(view.peers) or has_trained or self._options.standby
-        self._agreeing = agreeing = await Agreeing.open(
-            context=KeyContext.of(self.resolved, self._dht, self._run_key, self._context),
-            transport=transport,
-            output=self._options.output,
+        around = Surroundings(
+            resolved=self.resolved,
+            dht=self._dht,
+            run_key=self._run_key,
+            context=self._context,
+            options=self._options,
+            scratch=scratch,
             find_others=others_in(self._dht, self._directory, self._run_id),
-            start=Start(is_under_way, has_trained, resume),
         )
-        self._beginning.timeline, self._beginning.begun_s = agreeing.timeline, agreeing.begun_s
-        giver.dispatcher.add(None, agreeing.agreement.calls)
-        tasks.start_soon(agreeing.run)
+        # Newcomers wait where nobody has begun anything. Before its first step, a run has nothing to lose.
+        is_served = any(peer.state is not PeerState.JOINING for peer in view.peers)
+        is_under_way = is_served or self._beginning.reached != (0, 0)
+        run = await AgreedRun.open(around, transport, is_under_way=is_under_way, last_round=files.round_number)
+        self._agreed = run
+        self._follow_epochs()
+        self._go_on_from(files)
+        await transport.serve(run.dispatcher)
+        tasks.start_soon(run.run, self._fits(files), lambda: (files.round_number, files.optimizer_step))
+        return run
+
+    def _follow_epochs(self) -> None:
+        if self._agreed is not None:
+            self._beginning.timeline, self._beginning.begun_s = self._agreed.timeline, self._agreed.begun_s
+
+    def _go_on_from(self, files: RunFiles) -> None:
+        """Have the watch go on from where the run stands, as far as it is known before any peer has told."""
+        if (resumed := self._options.plan.resume) is not None:
+            tell_changes(resumed, self.manifest)
+            note_resumed(self._options.output, resumed, self._beginning.timeline)
+        else:
+            # The DHT forgets the record a day after the last coordinator. Newcomers must not begin the run anew then.
+            if known := files.lines_since(self._beginning.timeline.first_round):
+                self._beginning.see(files.round_number + 1, files.optimizer_step)
+            self.watch.recall(known)
+        self.watch.begun_at = max(self._beginning.reached[1], self._beginning.timeline.first_optimizer_step)
 
     async def _give_again(self, giver: CheckpointGiver, files: RunFiles) -> None:
         while not self._beginning.is_known:  # noqa: ASYNC110 (nobody tells when the DHT has its record again)
@@ -323,6 +337,7 @@ class RunService:
                     tell=partial(files.tell, "checkpoint"),
                     promises=self._options.promises,
                 ),
+                names=None if self._agreed is None else self._agreed.names,
             )
             tasks.start_soon(self._writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
@@ -336,6 +351,7 @@ class RunService:
     async def _look_at_run(self, files: RunFiles, coordination: Coordination) -> None:
         """Take in what the DHT says now, write it down, and move peers if this coordinator is the one that acts."""
         has_answer = False
+        self._follow_epochs()
         with self._going_on("observe"):
             lines = await self._observe()
             has_answer = lines is not None
@@ -442,7 +458,7 @@ class RunService:
         while True:
             await self._beginning.follow(self._position, PUBLISH_RUN_S)
             await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
-            if await self._beginning.learn():
+            if self._agreed is not None or await self._beginning.learn():
                 await self._publish_run()
 
     async def _export(self, transport: Transport, files: RunFiles) -> bool:

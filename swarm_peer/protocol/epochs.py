@@ -31,6 +31,9 @@ COORDINATORS = -1
 # Voters of an epoch. More of them make each epoch dearer, and fewer are gone sooner.
 MAX_VOTERS = 7
 MAX_ROUND = 1 << 40
+# Epochs that are kept for seats that have missed some; besides, all since the newest one that the run key has signed,
+# from which a newcomer can check those that follow.
+KEPT_EPOCHS = 64
 # With fewer tickets no majority of them could outvote a liar, so each peer has a vote of its own.
 MIN_TICKETS = 3
 
@@ -115,9 +118,37 @@ class Epoch:
         """All seats, each once, oldest first."""
         return tuple(dict.fromkeys(place.seat for place in self.places))
 
+    @cached_property
+    def lost(self) -> tuple[int, ...]:
+        """The stages that have begun and have no seat left."""
+        return tuple(stage for stage in self.begun if not self.roster(stage))
+
     def leader(self, stage: int) -> Seat | None:
         """The seat that leads a stage; None if the stage has none."""
         return next(iter(self.roster(stage)), None)
+
+    def stages_of(self, seat: Seat) -> frozenset[int]:
+        """The stages in which a seat has a place."""
+        return frozenset(place.stage for place in self.places if place.seat == seat)
+
+    def watched_by(self, me: Seat, num_stages: int) -> list[Seat]:
+        """Seats that one hears of, and that hear of it.
+
+        Voters watch voters and leaders, and these them; leaders watch their members, and these them.
+        """
+        watched = dict[Seat, None]()
+        if me in self.voters:
+            watched |= dict.fromkeys(self.voters)
+            leaders = (self.leader(stage) for stage in range(num_stages))
+            watched |= dict.fromkeys(seat for seat in leaders if seat is not None)
+        for stage in self.stages_of(me):
+            leader = self.leader(stage)
+            if leader == me:
+                watched |= dict.fromkeys((*self.roster(stage), *self.voters))
+            elif leader is not None:
+                watched[leader] = None
+        watched.pop(me, None)
+        return list(watched)
 
     @cached_property
     def is_divided(self) -> bool:
@@ -130,11 +161,18 @@ class Epoch:
 
     @cached_property
     def voters(self) -> tuple[Seat, ...]:
-        """Those who choose the next epoch: coordinators, then the oldest seats, one for each vote."""
+        """Those who choose the next epoch: coordinators, then the oldest seats, one for each vote.
+
+        They are an odd number: of an even one, all but one can do without as many, and a smaller majority decides. So a
+        run of one peer goes on without its coordinator.
+        """
         first_of = dict[str, Seat]()
         for seat in (*self.roster(COORDINATORS), *self.seats):
             first_of.setdefault(self.vote_of(seat), seat)
-        return tuple(first_of.values())[:MAX_VOTERS]
+        found = tuple(first_of.values())[:MAX_VOTERS]
+        if len(found) % 2:
+            return found
+        return found[1:] if self.roster(COORDINATORS) else found[:-1]
 
     def is_quorum(self, seats: Iterable[Seat], of: Iterable[Seat]) -> bool:
         """Whether some seats have more than half of the votes that all of them have."""
@@ -165,6 +203,12 @@ class Certified:
                 authors[body.ballot].add(body.author)
         voters = parent.voters
         return any(parent.is_quorum(found & set(voters), voters) for found in authors.values())
+
+
+def without_old(chain: list[Certified]) -> list[Certified]:
+    """The epochs of a chain that others may need, in their order."""
+    newest_of_key = max((index for index, each in enumerate(chain) if each.is_of_key), default=0)
+    return chain[min(newest_of_key, max(0, len(chain) - KEPT_EPOCHS)) :]
 
 
 def next_epoch(

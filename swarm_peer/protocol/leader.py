@@ -185,6 +185,7 @@ class Leader:
         self._statuses[sender] = status
         if not self.is_synced:
             return None
+        self.round.far.pop(sender, None)
         if status.state not in list(self._member.log.heads().values())[-NEAR:]:
             self.round.far[sender] = now_s
         theirs = self._member.log_of(status.committed)

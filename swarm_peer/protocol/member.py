@@ -78,9 +78,9 @@ class Member:
         self._newest_reign: EpochId | None = None
         self.granted: Grant | None = None
         self.reads: tuple[SliceId, ...] = ()
-        self.wants_slices = 0
-        self.wants_samples = 0
+        self.wants_slices = self.wants_samples = 0
         self._signed: dict[object, object] = {}
+        self._lagged_in = -1  # the last round in which it was behind: it says so when it is so no more
 
     # --- what the driver shall do
 
@@ -250,8 +250,8 @@ class Member:
         """Close a round, if these counts fill its batch. Returns whether it is closed."""
         if close.round in self.closes:
             return True
-        newest = self.log.next_round + self._context.lag
-        if not self.log.next_round <= close.round <= newest or not self._context.fills(close):
+        is_near = 0 <= close.round - self.log.next_round <= self._context.lag
+        if not is_near or not self._context.fills(close):
             return False
         self.closes[close.round] = close
         self.work.round(close.round)
@@ -435,9 +435,7 @@ class Member:
         present = self.work.open.get(number)
         if present is None or not self._is_ready(present):
             return None
-        if not self._context.averages(number):
-            return Part(self.me, ())
-        return Part(self.me, self.work.brings(number))
+        return Part(self.me, self.work.brings(number) if self._context.averages(number) else ())
 
     def sayings(self, epoch: Epoch) -> list[Body]:
         """All that its leader should hear, and may not have heard yet."""
@@ -445,7 +443,9 @@ class Member:
         answer = present.answer if present is not None else Answer()
         said: list[Body] = [Said(self.stage, answer.said)] if answer.said is not None else []
         if self.reign is None or self.is_behind:
+            self._lagged_in = self.log.next_round
             return [self.status(), *said]
+        said += [self.status()] if self._lagged_in == self.log.next_round else []
         said += [Blame(self.stage, answer.failed)] if answer.failed is not None else []
         for number in sorted(self.work.open):
             if (part := self.part_of(number)) is not None:
@@ -480,8 +480,8 @@ class Member:
         present = self.work.open.get(self.log.next_round)
         cut, statement = (None, None) if present is None else (present.answer.cut, present.answer.said)
         said = () if cut is None or statement is None else ((cut, statement),)
-        newest, closes = self.log.committed[-TOLD_ENTRIES:], tuple(self.closes.values())
-        return Status(self.stage, newest, self.state, closes, said, self.work.undecided(self.reads))
+        newest, reads = self.log.committed[-TOLD_ENTRIES:], self.work.undecided(self.reads)
+        return Status(self.stage, newest, self.state, tuple(self.closes.values()), said, reads)
 
     @property
     def waits_for(self) -> object:

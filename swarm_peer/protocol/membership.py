@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from random import Random
 
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Rules, is_sound, next_epoch
+from swarm_peer.protocol.epochs import (
+    COORDINATORS,
+    KEPT_EPOCHS,
+    Certified,
+    Epoch,
+    Place,
+    Restart,
+    Rules,
+    is_sound,
+    next_epoch,
+    without_old,
+)
 from swarm_peer.protocol.messages import (
     Accept,
     Alive,
@@ -43,11 +54,9 @@ from swarm_peer.protocol.statements import (
     Snapshot,
     Stuck,
     Wish,
+    subject_of,
 )
 
-# Epochs that are kept for seats that have missed some; besides, all since the newest one that the run key has signed,
-# from which a newcomer can check those that follow.
-KEPT_EPOCHS = 64
 # Epochs in one message; a seat that has missed more asks again.
 MAX_TOLD_EPOCHS = 64
 # A wish that its author has not repeated for so many times resend_s is none any more.
@@ -154,22 +163,28 @@ class Membership:
     @property
     def stages(self) -> frozenset[int]:
         """The stages in which this seat has a place."""
-        return frozenset(place.stage for place in self.epoch.places if place.seat == self.me)
+        return self.epoch.stages_of(self.me)
+
+    @property
+    def _watched(self) -> list[Seat]:
+        return self.epoch.watched_by(self.me, self.rules.num_stages)
 
     def has_lease(self, now_s: float) -> bool:
         """Whether a quorum of voters has been heard of lately, so that a leader may go on."""
         return self._hears_quorum(now_s - self.timing.lease_s)
 
-    def _hears_quorum(self, since_s: float) -> bool:
-        voters = self.epoch.voters
-        heard = [seat for seat in voters if seat == self.me or self._heard_s.get(seat, -1.0) > since_s]
+    def _hears_quorum(self, since_s: float, *, had_votes: bool = False) -> bool:
+        """Whether most voters have been heard of, or, with `had_votes`, have been earlier lives of this process."""
+        voters, own = self.epoch.voters, {self.me}
+        own |= {seat for seat in voters if had_votes and seat.peer == self.me.peer}
+        heard = [seat for seat in voters if seat in own or self._heard_s.get(seat, -1.0) > since_s]
         return self.epoch.is_quorum(heard, voters)
 
     # --- inputs
 
     def suspect(self, peer: str) -> None:
         """Note that a peer cannot be reached: it is asked for a sign of life now, and not once it has been silent."""
-        for seat in (each for each in (*self._watched(), *self._probed_s) if each.peer == peer):
+        for seat in (each for each in (*self._watched, *self._probed_s) if each.peer == peer):
             self._probed_s[seat] = min(self._probed_s.get(seat, self._now_s), self._now_s)
 
     def receive(self, now_s: float, message: Message) -> list[Sent]:
@@ -201,7 +216,7 @@ class Membership:
         self._ticked_s = now_s
         if now_s >= self._next_alive_s:
             self._next_alive_s = now_s + self.timing.alive_s
-            for seat in self._watched():
+            for seat in self._watched:
                 self._send(seat.peer, Alive())
             if self.acquaintances:
                 self._send(self._random.choice(self.acquaintances), Alive())
@@ -225,7 +240,7 @@ class Membership:
                 for seat in sorted(seats & set(self.epoch.seats)):
                     self._probed_s.setdefault(seat, later_s)
             case Wanted(wish) if is_voter and self._may_wish(wish.body):
-                self._wishes[_subject(wish.body)] = wish, self._now_s
+                self._wishes[subject_of(wish.body)] = wish, self._now_s
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
             case Promise(ballot, accepted) if ballot == self._ballot and sender in self.epoch.voters:
@@ -237,30 +252,10 @@ class Membership:
 
     # --- who is there
 
-    def _watched(self) -> list[Seat]:
-        """Seats that this one hears of, and that hear of it.
-
-        Voters watch voters and leaders, and these them; leaders watch their members, and these them.
-        """
-        epoch, mine = self.epoch, self.stages
-        watched = dict[Seat, None]()
-        if self.me in epoch.voters:
-            watched |= dict.fromkeys(epoch.voters)
-            leaders = (epoch.leader(stage) for stage in range(self.rules.num_stages))
-            watched |= dict.fromkeys(seat for seat in leaders if seat is not None)
-        for stage in mine:
-            leader = epoch.leader(stage)
-            if leader == self.me:
-                watched |= dict.fromkeys((*epoch.roster(stage), *epoch.voters))
-            elif leader is not None:
-                watched[leader] = None
-        watched.pop(self.me, None)
-        return list(watched)
-
     def _watch(self) -> None:
         """Look for seats that are silent: a voter asks them, and others have voters ask."""
         silent_s = self._now_s - self.timing.silent_s
-        for seat in self._watched():
+        for seat in self._watched:
             if self._heard_s.get(seat, 0.0) < silent_s:
                 self._probed_s.setdefault(seat, self._now_s)
 
@@ -281,14 +276,14 @@ class Membership:
         for stage in sorted(self.stuck & mine):
             if (leader := epoch.leader(stage)) is not None and leader != self.me:
                 own.append(Stuck(self.me, epoch.id, stage, leader))
-        if mine and any(not epoch.roster(stage) for stage in epoch.begun):
+        if mine and epoch.lost:
             own.append(Offer(self.me, epoch.id, *self.holds))
         if is_voter and (silent := self._silent()):
             own.append(Silent(self.me, epoch.id, silent))
         for wish in own:
-            known = self._wishes.get(_subject(wish))
+            known = self._wishes.get(subject_of(wish))
             signed = known[0] if known is not None and known[0].body == wish else self._sign(wish)
-            self._wishes[_subject(wish)] = signed, self._now_s
+            self._wishes[subject_of(wish)] = signed, self._now_s
             self._send_all(epoch.voters, Wanted(signed))
         if self._sign_as_key is not None and not self._hears_quorum(self._now_s - self.timing.silent_s):
             self._send_all(epoch.seats, Probe())  # before the key decides, everybody is asked
@@ -296,7 +291,7 @@ class Membership:
             for seat in self._probed_s:
                 self._send(seat.peer, Probe())
         # Other voters may not watch them. Nobody repeats what others have said.
-        if missing := frozenset(self._probed_s) & set(self._watched()):
+        if missing := frozenset(self._probed_s) & set(self._watched):
             self._send_all(epoch.voters, Missing(missing))
         lapsed_s = self._now_s - WISHES_LAPSE * self.timing.resend_s
         self._wishes = {key: each for key, each in self._wishes.items() if each[1] >= lapsed_s}
@@ -312,7 +307,7 @@ class Membership:
 
     def _waits_for_offers(self) -> bool:
         """Whether a stage is lost, and some seats may yet say which snapshots they hold."""
-        if all(self.epoch.roster(stage) for stage in self.epoch.begun):
+        if not self.epoch.lost:
             return False
         told = {wish.author for wish in self._bodies if isinstance(wish, Offer)}
         return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self.timing.offers_s
@@ -402,6 +397,17 @@ class Membership:
 
     # --- the run key
 
+    def announce_by_key(self, places: Iterable[Place], restart: Restart, least_term: int = 0) -> list[Sent]:
+        """Have the run go on from a restart, with these places, in a term of the run key; returns what to send."""
+        places, new_id = tuple(places), EpochId(max(self.epoch.id.term + 1, least_term), self.me, 0)
+        begun = tuple(sorted({place.stage for place in places} - {COORDINATORS}))
+        self._announce_as_key(Epoch(new_id, places, restart, begun))
+        return self._take_out()
+
+    def _announce_as_key(self, epoch: Epoch) -> None:
+        assert self._sign_as_key is not None
+        self._announce(Certified(epoch, (self._sign_as_key(KeySigned(epoch.hash)),)))
+
     def _look_whether_the_key_decides(self) -> None:
         """Make an epoch of a new term where voters are gone for long, or choose none, if this process has the run key.
 
@@ -413,9 +419,11 @@ class Membership:
         others = {seat for seat in self.epoch.seats if seat != self.me}
         if others and self._heard_anybody_s < silent_s:
             return
-        coordinators = self.epoch.roster(COORDINATORS)
-        rank = coordinators.index(self.me) if self.me in coordinators else len(coordinators)
+        coordinators = [seat.peer for seat in self.epoch.roster(COORDINATORS)]
+        rank = coordinators.index(self.me.peer) if self.me.peer in coordinators else len(coordinators)
         wait_s = self.timing.key_s * (1 + rank)
+        if not self._hears_quorum(silent_s) and self._hears_quorum(silent_s, had_votes=True):
+            wait_s = self.timing.silent_s  # of those that lack, all are gone for certain
         if next_epoch(self.epoch, self._bodies, self.rules) is None:
             self._wanted_since_s = self._now_s
         is_blocked = self._now_s >= self._wanted_since_s + wait_s
@@ -425,7 +433,7 @@ class Membership:
         new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
         successor = next_epoch(self.epoch, self._bodies, self.rules, new_id=new_id, silent=silent)
         assert successor is not None
-        self._announce(Certified(successor, (self._sign_as_key(KeySigned(successor.hash)),)))
+        self._announce_as_key(successor)
 
     # --- news
 
@@ -445,7 +453,7 @@ class Membership:
             if certified.is_of_key or (before is not None and certified.follows(before)):
                 self._past[epoch.id], before = certified, epoch
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
-                self._chain = _without_old([*self._chain, self._anchored(certified)])
+                self._chain = without_old([*self._chain, self._anchored(certified)])
             # Two epochs of one id are a liar's work: all take the same one.
             elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
                 self._chain[-1] = certified
@@ -488,13 +496,3 @@ class Membership:
     def _take_out(self) -> list[Sent]:
         out, self._out = self._out, []
         return out
-
-
-def _without_old(chain: list[Certified]) -> list[Certified]:
-    newest_of_key = max((index for index, each in enumerate(chain) if each.is_of_key), default=0)
-    return chain[min(newest_of_key, max(0, len(chain) - KEPT_EPOCHS)) :]
-
-
-def _subject(wish: Wish) -> tuple[object, ...]:
-    """A later wish of the same author about the same thing takes the place of an earlier one."""
-    return type(wish), wish.author, getattr(wish, "stage", None)

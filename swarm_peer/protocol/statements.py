@@ -137,6 +137,11 @@ Wish = Join | Leave | Silent | Stuck | Offer
 S = TypeVar("S", bound=Statement | KeySigned)
 
 
+def subject_of(wish: Wish) -> tuple[object, ...]:
+    """A name of the thing that a wish is about: a later wish of the same author about it replaces an earlier one."""
+    return type(wish), wish.author, getattr(wish, "stage", None)
+
+
 @dataclass(frozen=True)
 class Signed(Generic[S]):
     """A statement with its signature."""

@@ -28,6 +28,7 @@ from coordinator.watch.journal import Journal, has_ended, read_events
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.runtime.host.ports import PortTaken
 from swarm_peer.runtime.network.guarded_p2p import NobodyAnswers
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import ManifestRecord
@@ -104,15 +105,40 @@ async def test_who_resumes_looks_for_living_peers_first(tmp_path: Path, answers:
     KnownPeers(tmp_path).keep([PEER])
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     opened: Any = open_own
-    async with serve._open_where_it_was(tmp_path, opened, is_resumed=True) as dht:
+    async with serve._open_where_it_was(tmp_path, opened, can_begin=True) as dht:
         assert dht.addresses == ([PEER] if answers else ())
     assert tried[0] == [PEER]
     if not answers:
         with pytest.raises(
             UserError, match=r"has begun \(metrics.jsonl\), nobody answers at .* --resume, if there is one elsewhere"
         ):
-            async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+            async with serve._open_where_it_was(tmp_path, opened, can_begin=False):
                 pass
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_the_port_of_the_node_that_found_nobody_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    monkeypatch.setattr(serve, "PORT_PAUSES_S", (0.0, 0.0))
+    tries: list[Sequence[str]] = []
+
+    @asynccontextmanager
+    async def open_own(addresses: Sequence[str]) -> AsyncIterator[SimpleNamespace]:
+        tries.append(addresses)
+        if addresses:
+            raise NobodyAnswers("no initial peer answers")
+        if len(tries) < 4:
+            raise PortTaken("cannot listen on /ip4/127.0.0.1/tcp/42001")
+        yield SimpleNamespace()
+
+    if is_known:
+        KnownPeers(tmp_path).keep([PEER])
+    opened: Any = open_own
+    with nullcontext() if is_known else pytest.raises(PortTaken):
+        async with serve._open_where_it_was(tmp_path, opened, can_begin=True):
+            pass
+    assert len(tries) == (4 if is_known else 1), "another program keeps it"
 
 
 async def test_who_has_stopped_a_run_before_its_first_step_learns_how_to_begin_it_anew(tmp_path: Path) -> None:
@@ -127,10 +153,10 @@ async def test_who_has_stopped_a_run_before_its_first_step_learns_how_to_begin_i
     (tmp_path / "metrics.jsonl").touch()
     opened: Any = open_own
     with pytest.raises(UserError, match=f"begin anew once {tmp_path / 'peers'} is removed"):
-        async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+        async with serve._open_where_it_was(tmp_path, opened, can_begin=False):
             pass
     (tmp_path / "peers").unlink()
-    async with serve._open_where_it_was(tmp_path, opened, is_resumed=False):
+    async with serve._open_where_it_was(tmp_path, opened, can_begin=False):
         pass
 
 

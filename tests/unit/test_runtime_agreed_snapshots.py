@@ -38,9 +38,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(agreed_snapshots, "GUARD_PAUSE_S", 0.02)
 
 
-def hall_in(folder):
+def hall_in(folder, **averaging):
     # States are compared for nothing but their snapshots.
-    sections = {"recovery": {"snapshot_every": EVERY}, "averaging": {"compare_weights_every": 0}}
+    sections = {"recovery": {"snapshot_every": EVERY}, "averaging": {"compare_weights_every": 0} | averaging}
     return Hall(resolved_of("sgd", **sections), folder)
 
 
@@ -84,6 +84,31 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_copies_of_the_stage_befor
             restart = await come_back(some, hall, [first[1], more[1]], survivors)
             await hall.check(restart.optimizer_step + 3)
             assert sum(len(cut.seats) == 2 for cut in hall.history()[restart.optimizer_step :]) > 0
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        {"mode": "delayed", "eager_updates": False},
+        {"mode": "delayed"},
+        {"mode": "periodic", "inner_steps": EVERY},
+    ],
+    ids=["delayed", "eager", "periodic"],
+)
+def test_a_run_goes_back_in_each_mode_of_averaging(tmp_path, averaging):
+    async def run():
+        hall = hall_in(tmp_path, **averaging)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            survivors = [first[0], more[0]]
+            await until(survivors[:1], lambda peer: guards(hall.rigs[peer.identity.peer_id]), 60)
+            restart = await come_back(some, hall, [first[1], more[1]], survivors)
+            last = restart.first_round + 2 * EVERY
+            for stage, peers in ((0, survivors), (1, [rig.peer for rig in hall.rigs.values() if rig.stage == 1])):
+                await until(peers, partial(has_come_to, stage, last), 60)
+            await hall.check_replicas(restart.optimizer_step + 1, averaging.get("inner_steps", 1))
 
     anyio.run(run)
 

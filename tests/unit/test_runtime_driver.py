@@ -63,6 +63,9 @@ class Shop:
     def close(self):
         self.round = None
 
+    def fall_behind(self):
+        self.close()
+
     async def drain(self, number):
         assert self.round is None
 
@@ -165,6 +168,7 @@ class Others:
         return Ledger(NUM_SLICES) if self.stage == 0 else None
 
     async def adopt(self, root):
+        self.own.num_refused += 1
         return False
 
 
@@ -174,6 +178,7 @@ class Rig:
     def __init__(self, peer, stage, board, rigs):
         self.peer, self.stage, self.shop = peer, stage, Shop()
         self.ended = []
+        self.num_refused = 0
         self.driver = RoundDriver(
             agreement=peer.agreement,
             stage=stage,
@@ -377,6 +382,30 @@ def test_a_member_that_is_silent_in_an_average_is_left_out_and_takes_the_update_
     anyio.run(run)
 
 
+def test_weights_that_are_far_from_a_seats_own_are_not_asked_for_without_pause(monkeypatch):
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work, compare_weights_every=1) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            more = [some.add(Identity.generate(), stage) for stage in (1, 1)]
+            await until(more, lambda peer: peer.core.membership.stages != frozenset())
+            monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 1000.0)
+            odd = hall.rig(more[1])
+
+            async def other_root(standing):
+                return "of other weights"
+
+            odd.shop.root = other_root
+            await until([more[1]], lambda _: odd.driver.complaint)
+            assert "far from this peer's" in odd.driver.complaint
+            start = more[0].log(1).next_round
+            await until([first[1], more[0]], rounds_of(1, start + 2))
+            assert odd.num_refused == 1
+
+    anyio.run(run)
+
+
 def test_a_leader_that_dies_leaves_the_others_going_on():
     async def run():
         hall = Hall()
@@ -447,6 +476,9 @@ def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
         hall = Hall()
         async with swarm(hall.work) as some:
             giver, taker = map(hall.rig, await two_mates(some))
+            hall.is_paused = True  # else the taker may be a round behind the giver
+            logs = [giver.driver.member.log, taker.driver.member.log]
+            await until([taker.peer], lambda _: logs[0].next_round == logs[1].next_round)
             caller = giver.peer.identity.peer_id
             contribution, statement, data = given_by(giver)
             for offset in (8, 8, 0, 0, 8):

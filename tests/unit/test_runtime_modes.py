@@ -6,10 +6,14 @@ from functools import partial
 
 import anyio
 import pytest
+import torch
 from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
 from tiny_models import LENGTH
 
+from swarm_peer.policy.step_state import Phase
+from swarm_peer.protocol.log import Log
+from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.wire.identity import Identity
 
 PERIOD = 4
@@ -128,12 +132,69 @@ def test_a_newcomer_in_the_middle_of_a_period_begins_with_the_outer_weights():
     anyio.run(run)
 
 
+def test_work_on_a_log_that_another_takes_the_place_of_is_given_up():
+    async def run():
+        hall = hall_of(PERIODIC)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            rig, member = hall.rigs[more[1].identity.peer_id], more[1].stage(1)
+            strategy = rig.trainer.strategy
+            await until([more[1]], lambda peer: strategy._weight and is_at_work(1, PERIOD, peer), 60)
+            member._replace_log(Log(1, member.log.restart, member.log.committed))
+            more[1].changed.notify()
+            await until([more[1]], lambda _: rig.driver._log is member.log, 60)
+            assert strategy._weight == 0
+            assert [each for each in member.work.lost if each.weight]
+            until_round = member.log.next_round + 2 * PERIOD
+            for peer in (first[1], more[1]):
+                await until([peer], partial(has_come_to, 1, until_round), 60)
+            mate = hall.rigs[first[1].identity.peer_id]
+            await until([more[1]], lambda _: rig.driver._weights == mate.driver._weights, 60)
+            assert root_of(rig.trainer.state(), b"") == root_of(mate.trainer.state(), b"")
+
+    anyio.run(run)
+
+
+@torch.no_grad()
+def round_otherwise(trainer):
+    """Have a stage's shared weights be a bit others than its stage-mates', as on another device."""
+    for weights in (*trainer.trained.values(), *trainer.strategy.weights()):
+        weights.mul_(1 + 1e-5)
+
+
+@pytest.mark.parametrize("averaging", [{}, DELAYED, EAGER, PERIODIC], ids=["sync", "delayed", "eager", "periodic"])
+def test_a_seat_whose_device_rounds_otherwise_adopts_the_weights_of_its_stage_mates(averaging):
+    async def run():
+        hall = hall_of(averaging)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            await until([more[1]], partial(has_come_to, 1, PERIOD + 2), 60)
+            rig, mate = (hall.rigs[peer.identity.peer_id] for peer in (more[1], first[1]))
+            round_otherwise(rig.trainer)
+
+            def are_alike(_):
+                at = rig.driver._weights, rig.rounds.step.phase
+                is_same = at == (mate.driver._weights, Phase.OPEN) == (mate.driver._weights, mate.rounds.step.phase)
+                return is_same and root_of(rig.trainer.state(), b"") == root_of(mate.trainer.state(), b"")
+
+            assert root_of(rig.trainer.state(), b"") != root_of(mate.trainer.state(), b"")
+            await until([more[1]], are_alike, 60)
+            start, me = more[1].log(1).next_round, more[1].stage(1).me
+
+            def counts(_):  # for some rounds, nobody waits for those that were late
+                return any(each.name.seat == me for cut in hall.cuts(1) if cut.round >= start for each in cut.brings)
+
+            await until([first[1]], counts, 60)
+
+    anyio.run(run)
+
+
 @pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
 def test_a_run_ends_with_all_its_updates_and_validates_the_last_weights(averaging):
-    steps = 4 * PERIOD
+    steps = 20 * PERIOD  # enough for all to take part before the end
 
     async def run():
-        hall = hall_of(averaging, steps=steps, validation_every=2 * PERIOD)
+        hall = hall_of(averaging, steps=steps, validation_every=10 * PERIOD)
         async with swarm(hall.work, hall.resolved) as some:
             first, more = await two_of_each(some, hall)
             rigs = [hall.rigs[peer.identity.peer_id] for peer in (*first, *more)]

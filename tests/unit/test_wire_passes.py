@@ -9,7 +9,9 @@ import msgpack
 import pytest
 
 from swarm_peer.errors import InvalidMessage, NotAdmitted, UserError
+from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.host.identities import KeptFile
+from swarm_peer.runtime.network.agreement import ticket_of
 from swarm_peer.runtime.network.pass_checker import SEEN_S, PassChecker
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import (
@@ -95,6 +97,36 @@ def test_strangers_are_told_why_they_are_not_let_in(checker: PassChecker, shown:
     with pytest.raises(NotAdmitted, match=why):
         checker.check(MALLORY, shown)
     assert checker.members() == {}
+
+
+def test_a_peer_came_by_the_tickets_that_it_has_shown(checker: PassChecker) -> None:
+    given = invite()
+    ticket = given.opened_ticket().key
+    assert not checker.came_by(ALICE, ticket)
+    checker.check(ALICE, given.pass_for(ALICE))
+    assert checker.came_by(ALICE, ticket)
+    assert not checker.came_by(BOB, ticket), "it has shown nothing"
+    assert not checker.came_by(ALICE, ""), "whoever was invited votes with that ticket"
+    assert checker.came_by(RUN.peer_id, "")
+    assert not checker.came_by(RUN.peer_id, ticket)
+    revoked = Revocations(serial=1, tickets=(), peers=(ALICE,))
+    checker.learn(seal(revoked, RUN.peer_id, RUN))
+    assert not checker.came_by(ALICE, ticket)
+
+
+def test_a_seat_names_the_ticket_of_its_peer(clock: Clock) -> None:
+    given = invite()
+    own = PassChecker(RUN.peer_id, clock=clock, own_pass=given.pass_for(ALICE))
+    ticket = ticket_of(own, ALICE)
+    assert ticket.own == given.opened_ticket().key
+    assert ticket.is_of(Seat(ALICE, 1, ticket.own)), "this peer need not show itself a pass"
+    assert not ticket.is_of(Seat(ALICE, 1, ""))
+    assert not ticket.is_of(Seat(BOB, 1, ticket.own))
+    assert ticket.is_of(Seat(RUN.peer_id, 1, ""))
+    key = ticket_of(PassChecker(RUN.peer_id, clock=clock, own_pass=given.pass_for(RUN.peer_id)), RUN.peer_id)
+    assert (key.own, key.is_of(Seat(RUN.peer_id, 1, ""))) == ("", True), "no other node asks it for a pass"
+    everybody = ticket_of(PassChecker(None, clock=clock), ALICE)
+    assert (everybody.own, everybody.is_of(Seat(BOB, 1, "")), everybody.is_of(Seat(BOB, 1, "x"))) == ("", True, False)
 
 
 def test_as_many_as_the_ticket_is_for_and_others_once_they_are_gone(checker: PassChecker, clock: Clock) -> None:

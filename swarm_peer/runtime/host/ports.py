@@ -17,6 +17,10 @@ FIRST_PORT_OF_PEERS = 31338
 MAX_PORTS = 256
 
 
+class PortTaken(UserError):
+    """Another program listens on the port that this one should listen on."""
+
+
 @contextmanager
 def with_port(address: str, first: int) -> Iterator[str]:
     """A multiaddress to listen on, with its port; one that names no port gets the first free one from `first` on.
@@ -25,7 +29,8 @@ def with_port(address: str, first: int) -> Iterator[str]:
     would both listen on it, and report nothing.
 
     Raises:
-        UserError: the port is taken, or all are
+        PortTaken: the port is taken
+        UserError: all are
     """
     if "/tcp/" in address:
         _check_is_free(address)
@@ -68,7 +73,7 @@ def _is_free(address: str) -> bool:
 
 
 def _check_is_free(address: str) -> None:
-    """Raise UserError if the port is taken: libp2p's daemon would report nothing, and never become ready."""
+    """Raise PortTaken if the port is taken: libp2p's daemon would report nothing, and never become ready."""
     match address.split("/"):
         case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
             with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
@@ -76,6 +81,6 @@ def _check_is_free(address: str) -> None:
                 try:
                     probe.bind((host, int(port)))
                 except OSError as error:
-                    raise UserError(
+                    raise PortTaken(
                         f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
                     ) from error

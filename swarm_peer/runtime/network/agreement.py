@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, PeerUnreachable
 from swarm_peer.protocol.core import Core, RoundRules
-from swarm_peer.protocol.epochs import Certified, Rules
+from swarm_peer.protocol.epochs import Certified, Place, Restart, Rules
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, News, Sent, Timing, Wanted, WantRoot
 from swarm_peer.protocol.statements import EpochId, Seat, Sign
@@ -207,6 +207,11 @@ class Agreement:
         core = self.core
         wanted = Message(core.membership.me, core.epoch.id, WantRoot(stage))
         self._send((seat.peer, wanted) for seat in core.epoch.roster(stage) if seat != core.membership.me)
+
+    def announce_by_key(self, places: Iterable[Place], restart: Restart, least_term: int = 0) -> None:
+        """Have the run go on with these places from a restart, in a term that the run key begins."""
+        self._send(self.core.membership.announce_by_key(places, restart, least_term))
+        self.look()
 
     def look(self) -> None:
         """Have the core look soon at what has changed."""

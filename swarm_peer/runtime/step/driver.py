@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 from torch import Tensor
 
-from swarm_peer.errors import CallError
+from swarm_peer.errors import CallError, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
@@ -171,11 +171,8 @@ class RoundDriver:
             return None
         if member.work.is_over(member.log):
             # Nothing is trained any more, but the last weights are validated, and given to others.
-            return (
-                (member.work.begins_with_head(member.log.next_round), 0)
-                if self._weights[1] == member.log.head
-                else None
-            )
+            last = member.work.begins_with_head(member.log.next_round), 0
+            return last if self._weights[1] == member.log.head else None
         return (working.number, working.voids) if member.known_base(working.number) == self._weights[1] else None
 
     def _member(self) -> Member:
@@ -223,11 +220,12 @@ class RoundDriver:
         """Give up what was computed on a log that another one has taken the place of."""
         member = self._member()
         self._shut()
-        self._log = member.log
+        log = member.log
         for name in self.gradients.names:
             if name.seat == member.me:
                 self.gradients.drop(name)
         await self._workplace.give_up()
+        self._log = log
 
     def _due(self, member: Member) -> Committed | None:
         """The entry whose update the weights should have next; None if the round that goes on begins with these."""
@@ -300,6 +298,8 @@ class RoundDriver:
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
+            # The entry that names the state's root is that of a round which others have yet to fill without this seat.
+            self._workplace.fall_behind()
             try:
                 taken = await self._sources.state()
             except CallError as error:
@@ -419,12 +419,14 @@ class RoundDriver:
         later = [number for number, present in sorted(member.work.open.items()) if not present.is_drained]
         for number in later:
             await self._workplace.drain(number)
-        cut = member.adopting
-        if cut is not None and await self._sources.adopt(cut.root):
-            for number in later:
-                if number in member.work.open:
-                    member.work.void(number)
-            member.adopted(cut)
+        if (cut := member.adopting) is None:
+            return
+        if not await self._sources.adopt(cut.root):
+            raise NotServing("most stage-mates have weights that are far from this peer's")
+        for number in later:
+            if number in member.work.open:
+                member.work.void(number)
+        member.adopted(cut)
 
     def _cut_to_average(self) -> Cut | None:
         member = self.member

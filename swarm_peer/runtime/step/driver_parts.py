@@ -66,6 +66,9 @@ class Workplace(Protocol):
     def close(self) -> None:
         """Let none in."""
 
+    def fall_behind(self) -> None:
+        """Turn away those that wait for the next round as well: this seat may lack its weights for long."""
+
     async def drain(self, number: int) -> None:
         """Wait until no microbatch of a round is inside; none is let in any more."""
 

@@ -84,6 +84,11 @@ class StageWorkplace:
         if self._core.rounds.step.phase is Phase.OPEN:
             self._core.rounds.enter(Phase.ENDING)
 
+    def fall_behind(self) -> None:
+        """Turn away those that wait for the next round as well: this seat may lack its weights for long."""
+        if self._core.rounds.step.phase is not Phase.EMPTY:
+            self._core.rounds.enter(Phase.CATCHING_UP)
+
     async def drain(self, number: int) -> None:
         """Wait until no microbatch of a round is inside; none is let in any more."""
         await self._core.admission.drained()

@@ -1,0 +1,154 @@
+"""A coordinator's part in a run whose peers agree: its epochs, and the checkpoints that they begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
+from coordinator.checkpoints.folder import Checkpoint, Fits
+from coordinator.checkpoints.run_names import RunNames
+from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
+from coordinator.run.context import CoordinatorContext
+from coordinator.run.run_options import RunOptions
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.recovery import Timeline
+from swarm_peer.runtime.network.agreement import rules_of
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
+from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.identity import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """A coordinator's surroundings, as they are before it knows its run's epochs.
+
+    Attributes:
+        scratch: a folder for the states that are given away
+        find_others: finds those who may know the run's epochs
+    """
+
+    resolved: ResolvedManifest
+    dht: SwarmDHT
+    run_key: Identity
+    context: CoordinatorContext
+    options: RunOptions
+    scratch: Path
+    find_others: FindOthers
+
+
+class AgreedRun:
+    """This coordinator's part in its run. Belongs to the event loop's thread. Made by `open`.
+
+    Attributes:
+        dispatcher: answers the calls of others
+        names: tell which states of the run may become checkpoints
+    """
+
+    def __init__(self, *, around: Surroundings, giver: AgreedGiver, agreeing: Agreeing, taker: SnapshotTaker):
+        manifest = around.resolved.manifest
+        self._rules = rules_of(manifest)
+        self._lag = manifest.averaging.rounds_ahead
+        self._options = around.options
+        self._giver = giver
+        self._agreeing = agreeing
+        self.names = RunNames(
+            taker=taker, giver=giver, statements=agreeing.agreement.statements, threads=around.context.threads
+        )
+        calls = giver.snapshots.calls | agreeing.agreement.calls
+        self.dispatcher = CallDispatcher(manifest_hash=around.resolved.hash, calls=calls)
+        giver.membership = agreeing.membership
+
+    @classmethod
+    async def open(
+        cls, around: Surroundings, transport: Transport, *, is_under_way: bool, last_round: int
+    ) -> AgreedRun:
+        """Find the run's epochs or begin them, from a checkpoint where the run is resumed.
+
+        Args:
+            is_under_way: somebody has begun the run
+            last_round: that the run has made, as far as its folder tells; -1 for none
+
+        Raises:
+            UserError: the file of epochs cannot be read, or there is no room for the checkpoint's states
+        """
+        context = KeyContext.of(around.resolved, around.dht, around.run_key, around.context)
+        giver = AgreedGiver(
+            manifest=around.resolved.manifest,
+            context=around.context,
+            statements=Statements(context.run_id, context.identity),
+            folder=around.scratch,
+        )
+        resume = None
+        if (checkpoint := around.options.plan.resume) is not None:
+            after_round = max(checkpoint.round_number, last_round)
+            entries = await giver.give(checkpoint)
+            resume = rules_of(around.resolved.manifest).restart(after_round, checkpoint.optimizer_step, entries)
+        has_trained = last_round >= 0
+        agreeing = await Agreeing.open(
+            context=context,
+            transport=transport,
+            output=around.options.output,
+            find_others=around.find_others,
+            start=Start(is_under_way or has_trained or around.options.standby, has_trained, resume),
+        )
+        taker = SnapshotTaker(
+            context=context,
+            threads=context.threads,
+            transport=transport,
+            agreement=agreeing.agreement,
+            snapshots=giver.snapshots,
+            holders=tuple,
+        )
+        return cls(around=around, giver=giver, agreeing=agreeing, taker=taker)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where the run was begun or resumed."""
+        restart = self._agreeing.beginning
+        return Timeline(restart.first_round, restart.optimizer_step, restart.first_round)
+
+    @property
+    def begun_s(self) -> int:
+        """Unix seconds at which that was, roughly."""
+        return self._agreeing.begun_s
+
+    async def run(self, fits: Fits, reached: Callable[[], tuple[int, int]]) -> None:
+        """Take part in agreement, and give checkpoints where they are wanted, until cancelled.
+
+        Args:
+            fits: whether a checkpoint is of the run, and not of a part that was given up
+            reached: the last round that the run has made, and its optimizer step
+        """
+
+        def open_round() -> tuple[int, int]:
+            last_round, optimizer_step = reached()
+            return last_round + 1 + self._lag, optimizer_step
+
+        offered = Offered(store=self._options.plan.store, fits=fits, reached=open_round, output=self._options.output)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._agreeing.run)
+            tasks.start_soon(self._giver.run, offered)
+
+    async def resume(self, checkpoint: Checkpoint, known_round: int) -> Timeline:
+        """Have the run go back to a checkpoint, by the run key.
+
+        Args:
+            known_round: the last round that the run has come to, as far as is known
+
+        Returns:
+            the new timeline
+
+        Raises:
+            UserError: there is no room for its states
+        """
+        entries = await self._giver.give(checkpoint)
+        rounds = checkpoint.round_number, known_round + self._lag, self._agreeing.membership.epoch.restart.first_round
+        self._agreeing.go_back(self._rules.restart(max(rounds), checkpoint.optimizer_step, entries))
+        return self.timeline
