@@ -13,9 +13,9 @@ from small import is_small
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
 from swarm_peer.policy.recovery import SNAPSHOTS_KEPT
+from swarm_peer.protocol.epochs import KEPT_EPOCHS
 from swarm_peer.protocol.log import KEPT_ENTRIES
 from swarm_peer.protocol.member import Member
-from swarm_peer.protocol.membership import KEPT_EPOCHS
 
 # Updates of a stage whose samples are looked at: where stage-mates average periodically, one of these is of a period.
 NUM_UPDATES = 5
@@ -134,10 +134,10 @@ def _check_restorable(watch: Invariants, peers: Sequence[Host]) -> None:
 
 
 def newest_of_all(watch: Invariants, hosts: Sequence[Host]) -> int | None:
-    """The newest optimizer step of which some hosts keep snapshots of all stages; None if there is none."""
+    """The newest optimizer step of which some hosts offer snapshots of all stages; None if there is none."""
     stages: dict[tuple[int, str], set[int]] = {}
     for host in hosts:
-        for name in host.parts.snapshots.names if host.parts is not None else ():
+        for name in host.agreement.core.membership.holds[2] if host.agreement is not None else ():
             stages.setdefault((name.optimizer_step, name.base), set()).add(name.stage)
     num_stages = watch.manifest.stages.count
     return max((step for (step, _), held in stages.items() if len(held) == num_stages), default=None)

@@ -109,7 +109,7 @@ class Host:
     def agreement(self) -> Agreement | None:
         """Its peer's or coordinator's part in agreement; None before that knows the run's epochs."""
         if self.service is not None:
-            return None if self.service._agreeing is None else self.service._agreeing.agreement
+            return None if self.service._agreed is None else self.service._agreed._agreeing.agreement
         return None if self.parts is None else self.parts.agreement
 
     @property

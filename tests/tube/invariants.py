@@ -15,7 +15,10 @@ from records import Place, Records, State, Work, same_weights
 from wrapping import after, around, before
 
 import swarm_peer.runtime.agreed_mover as mover_module
+from coordinator.checkpoints.folder import CheckpointDamaged
+from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run.coordination import Coordination
+from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer
@@ -31,11 +34,14 @@ from swarm_peer.runtime.agreed_peer import Peer
 from swarm_peer.runtime.data.batch_launcher import BatchLauncher
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.state.agreed_states import StageSources
+from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.workplace import StageWorkplace
+from swarm_peer.wire.ledger_codec import decode_ledger
 
 if TYPE_CHECKING:
     from tube import Tube
@@ -87,6 +93,7 @@ class Invariants:
             (after, Giving, "_take", self._taken),
             (after, StageSources, "__init__", self._reads),
             (before, AgreedReports, "lose", self._lost),
+            (around, NamedSnapshots, "keep", self._kept),
             (around, Mover, "_move", self._moved),
             (after, Peer, "_describe", self._described),
             (before, Coordination, "run", self._coordinating),
@@ -360,6 +367,45 @@ class Invariants:
                 text = f"the update of {self._said(place)} ({num_ids} microbatches) is not that of one process"
                 self.tube.violation(f"{text}: {name} differs by {error:.2g}")
                 return
+
+    # --- snapshots and checkpoints
+
+    async def _kept(self, call: Any, store: NamedSnapshots, named: NamedState) -> None:
+        """A snapshot holds the weights and the ledger of the entry before the one that names it."""
+        await call(named)
+        entry, state, stage = named.committed.entry, named.state, named.name.stage
+        if entry.cut.parent != state.history_hash or named.name.optimizer_step != state.optimizer_step:
+            self.tube.violation(f"{HOST.get()} keeps a snapshot of another entry than its name says")
+        self._check_kept(stage, state, f"{HOST.get()} keeps a snapshot")
+        if stage == 0 and state.ledger:
+            expected = self.records.ledger(state.history_hash, self.num_slices)
+            if decode_ledger(state.ledger, self.num_slices).to_tuple() != expected.to_tuple():
+                self.tube.violation(f"{HOST.get()} keeps a snapshot with a ledger that is not that of the entries")
+
+    def _check_kept(self, stage: int, state: StageState, what: str) -> None:
+        place = stage, state.history_hash
+        known = self.records.weights.get(place)
+        if known is None or not same_weights(self.shared(known), self.shared(dict(state.tensors))):
+            self.tube.violation(
+                f"{what} of round {state.round_number} with weights that stage {stage} did not have then"
+            )
+        elif state.optimizer_step != self.step_at(place):
+            self.tube.violation(f"{what} of step {state.optimizer_step}, which is of {self.step_at(place)}")
+
+    def check_checkpoint(self, store: CheckpointStore) -> None:
+        """The newest checkpoint that is called good can be read, and holds what the run has had."""
+        try:
+            checkpoint = store.newest(self._resolved.manifest)
+        except UserError:
+            return  # all are damaged, and it says so
+        for stage in range(0 if checkpoint is None else len(self._reference)):
+            assert checkpoint is not None
+            try:
+                saved = checkpoint.load_stage(stage)
+            except CheckpointDamaged as error:
+                self.tube.violation(f"a checkpoint that is called good cannot be read: {error.reason}")
+                return
+            self._check_kept(stage, saved, "a checkpoint")
 
     # --- at the end
 

@@ -695,7 +695,7 @@ class Tube:
         members = [member for host in self.peers() for member in members_of(host).values()]
         furthest = max((member.log.optimizer_step for member in members), default=0)
         is_new = furthest <= BEGIN_ANEW_INTERVALS * self.resolved.manifest.recovery.snapshot_every
-        return not is_new and newest_of_all(self.invariants, self.peers()) is None
+        return not is_new and newest_of_all(self.invariants, self.world.alive()) is None
 
     def _has_checkpoint(self) -> bool:
         """Whether a coordinator has a checkpoint from which a lost stage could go on."""
@@ -724,6 +724,8 @@ class Tube:
             host.die()
         await anyio.sleep(150.0)
         self.invariants.check_shares()
+        for _, store in self.stores:
+            self.invariants.check_checkpoint(store)
         gc.collect()
         await anyio.sleep(1.0)
         mine = asyncio.current_task()
@@ -773,6 +775,9 @@ class FailingStore(CheckpointStore):
             self._tube.violation(f"the checkpoint {Path(address).name} is gone as soon as it is saved")
         if self._tube.checkpoint_failure == "torn":
             tear(Path(address))
+        unanswered, self.unanswered = self.unanswered, 0.0
+        self._tube.invariants.check_checkpoint(self)
+        self.unanswered = unanswered
         return address
 
 

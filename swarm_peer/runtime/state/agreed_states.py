@@ -178,14 +178,15 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
+        turn = self._begin_turn()
         self._mates.ask_for_log()
         with anyio.move_on_after(ASK_S):
             await self._context.changed.wait_for(lambda: self._mates.newest_log() is not None)
+        self._check_turn(turn)
         if (known := self._mates.newest_log()) is not None and known.is_empty:
             # No entry names a root yet. The weights that the run has begun with need none.
             return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
-        turn = self._begin_turn()
 
         async def take(state: StageState) -> None:
             taken[:] = [await self._take(state, turn)]
