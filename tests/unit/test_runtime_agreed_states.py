@@ -19,6 +19,7 @@ from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.log import Close, Committed, Cut, Entry, Log
 from swarm_peer.protocol.statements import EpochId, Seat
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
@@ -73,7 +74,8 @@ class Replica:
         )
         self.kept = {}
         self.server = AgreedStateServer(context=self.context, core=self.core, kept=self.kept.get)
-        self.donors, self.fears_lies, self.num_asked = [], True, 0
+        self.donors, self.fears_lies = [], True
+        self.num_asked, self.asked = 0, Condition()
         self.sources = StageSources(
             context=self.context,
             transport=self.transport,
@@ -91,6 +93,7 @@ class Replica:
 
     def _ask(self):
         self.num_asked += 1
+        self.asked.notify()
 
     def begin(self, number):
         """Begin a round with the weights that it has."""
@@ -180,8 +183,7 @@ async def test_where_lies_are_feared_a_state_waits_for_the_entry_that_names_it(r
     monkeypatch.setattr(agreed_states, "ASK_S", 0.01)
     async with donor_and_newcomer(resolved) as (donor, newcomer), anyio.create_task_group() as tasks:
         tasks.start_soon(newcomer.sources.state)
-        while newcomer.num_asked < 3:
-            await anyio.sleep(0.01)
+        await newcomer.asked.wait_for(lambda: newcomer.num_asked >= 3)
         assert not torch.equal(*(next(iter(each.weights().values())) for each in (donor, newcomer)))
         append(newcomer.log, root=root_of(donor.weights(), b""))
         newcomer.context.changed.notify()
@@ -190,7 +192,7 @@ async def test_where_lies_are_feared_a_state_waits_for_the_entry_that_names_it(r
 
 async def test_a_state_of_an_entry_that_is_not_in_the_log_is_refused(resolved, monkeypatch):
     monkeypatch.setattr(agreed_states, "LOG_S", 0.05)
-    async with donor_and_newcomer(resolved) as (donor, newcomer):
+    async with donor_and_newcomer(resolved) as (_, newcomer):
         newcomer.log = Log(STAGE, BEGINNING)
         append(newcomer.log, root="of another history")
         assert "no entry" in await fails(CallError, newcomer.sources.state)
@@ -204,8 +206,7 @@ async def test_weights_that_others_take_meanwhile_stay(resolved):
             assert "other weights by now" in await fails(CallError, newcomer.sources.state)
 
         tasks.start_soon(take)
-        while not newcomer.num_asked > 1:
-            await anyio.sleep(0.01)
+        await newcomer.asked.wait_for(lambda: newcomer.num_asked > 1)
         await newcomer.sources.begin(BEGINNING)
         initial = newcomer.weights()
         append(newcomer.log, root=root_of(donor.weights(), b""))
@@ -231,7 +232,7 @@ class Counting:
     """Notes what counts."""
 
     def __init__(self):
-        self.counted = []
+        self.counted, self.changed = [], Condition()
 
     def head(self, number):
         return "head"
@@ -241,6 +242,7 @@ class Counting:
 
     def count(self, number, base, weight, num_samples, caller):
         self.counted.append((number, base, weight, caller))
+        self.changed.notify()
 
 
 async def test_what_is_added_counts_though_its_caller_has_gone(resolved):
@@ -272,8 +274,7 @@ async def test_what_is_added_counts_though_its_caller_has_gone(resolved):
         await anyio.to_thread.run_sync(running.wait, 10)
         calling.cancel()
         release.set()
-        while replica.trainer.num_samples == 0 or not agreed.counted:
-            await anyio.sleep(0.01)
+        await agreed.changed.wait_for(lambda: agreed.counted)
         assert agreed.counted == [(1, ("first", "head"), 1, "a caller")]
         again = await run("a caller")
         assert again.base == ("head",)
