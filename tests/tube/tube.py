@@ -692,8 +692,8 @@ class Tube:
         epoch = max(epochs, key=lambda each: each.id, default=None)
         if epoch is None or all(epoch.roster(stage) for stage in epoch.begun):
             return False
-        members = [member for host in self.peers() for member in members_of(host).values()]
-        furthest = max((member.log.optimizer_step for member in members), default=0)
+        memberships = [host.agreement.core.membership for host in self.world.alive() if host.agreement is not None]
+        furthest = max(membership.holds[1] for membership in memberships)
         is_new = furthest <= BEGIN_ANEW_INTERVALS * self.resolved.manifest.recovery.snapshot_every
         return not is_new and newest_of_all(self.invariants, self.world.alive()) is None
 
