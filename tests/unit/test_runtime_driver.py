@@ -521,6 +521,26 @@ def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
     anyio.run(run)
 
 
+def test_a_contribution_whose_round_ends_meanwhile_is_given_all_the_same():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = map(hall.rig, await two_mates(some))
+            hall.is_paused = True
+            contribution, _, _ = given_by(giver)
+            giver.driver.gradients.put(contribution.name, [torch.tensor([1.0, 2.0, 3.0])], 2)
+
+            def mates():
+                yield "somebody who is gone"
+                giver.driver.gradients.forget(contribution.name.round + 1)
+                yield taker.peer.identity.peer_id
+
+            assert await giver.giving.give([contribution], mates(), enough=1) == 1
+            assert contribution.name in taker.driver.gradients.names
+
+    anyio.run(run)
+
+
 def test_what_its_author_has_not_given_is_refused():
     async def run():
         hall = Hall()
