@@ -295,6 +295,7 @@ class RoundDriver:
                 if self._is_other(member, restart):
                     return
                 member.reached(committed.entry.hash)
+                self._note_ledger(member)
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
