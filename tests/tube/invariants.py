@@ -154,8 +154,7 @@ class Invariants:
         await call(member, number)
         if own is None or own.name in known or own.name not in driver.gradients.names:
             return
-        ids = tuple(sorted(rounds_of(driver).current.counted))
-        self._note_work(member.stage, own, ids, driver)
+        self._note_work(member.stage, own, held_in(driver, number), driver)
 
     def _note_work(self, stage: int, own: Contribution, ids: tuple[bytes, ...], driver: RoundDriver) -> None:
         means, _ = driver.gradients.get(own.name)
@@ -448,6 +447,12 @@ def rounds_of(driver: RoundDriver) -> Any:
     """The rounds of the replica that a driver is of."""
     workplace: Any = driver._workplace
     return workplace._core.rounds
+
+
+def held_in(driver: RoundDriver, number: int) -> tuple[bytes, ...]:
+    """The microbatches of a round that a replica's accumulator held."""
+    current = rounds_of(driver).current
+    return tuple(sorted(current.counted)) if current.number == number else ()
 
 
 def trainer_of(workplace: Any) -> StageTrainer:

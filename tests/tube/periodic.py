@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from invariants import TOLERANCE, Invariants, rounds_of, trainer_of
+from invariants import TOLERANCE, Invariants, held_in, trainer_of
 from loop import HOST
 from records import Place, same_weights
 from wrapping import around, before
@@ -53,7 +53,7 @@ class PeriodicInvariants(Invariants):
         await call(member, number)
         if own is None or own.name in known:
             return
-        ids = tuple(sorted(rounds_of(driver).current.counted))
+        ids = held_in(driver, number)
         self._ended.setdefault(member.work, {})[number] = ids
         if own.name in driver.gradients.names:
             self._note_work(member.stage, own, tuple(sorted((*self._carried_by(member.work), *ids))), driver)
