@@ -46,6 +46,9 @@ from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
+# Seats that lack much are waited for in one of so many rounds: where rounds are quicker than what they lack can travel,
+# they would never come near.
+FAR_WAITED_EVERY = 8
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
 
@@ -360,6 +363,7 @@ class Leader:
         present.ready = {seat: ready for seat, ready in present.ready.items() if seat in roster}
         # A seat that lacks much takes a state, which the next entry has to name first.
         far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
+        far = far if present.number % FAR_WAITED_EVERY else set()
         missing = self._patience.waited_for(roster) - set(present.ready) - far
         if present.ready and (not missing or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
