@@ -18,12 +18,12 @@ from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.agreed_work import AgreedWork
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
@@ -32,9 +32,9 @@ from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state import agreed_joining
-from swarm_peer.runtime.state.agreed_joining import join
-from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
+from swarm_peer.runtime.state.joining import join
+from swarm_peer.runtime.state.snapshots import SnapshotKeeper, SnapshotTaker
+from swarm_peer.runtime.state.states import StateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step.averaging import GradientAverager
@@ -167,7 +167,7 @@ class Rig:
         self.trainer = RecordingTrainer(resolved, resolved.specs[stage], agreed=True)
         self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self.rounds = RoundBook(context.changed)
-        agreed, progress = AgreedWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
+        agreed, progress = RoundWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
         capacity, speed = Capacity(8), SpeedMeter(context.metrics)
         client = None
         if stage == 0:
@@ -215,7 +215,7 @@ class Rig:
             snapshots=self.snapshots,
             holders=lambda: sorted({seat.peer for seat in peer.core.epoch.seats} | self.rigs.keys()),
         )
-        self.keeper = AgreedSnapshotKeeper(
+        self.keeper = SnapshotKeeper(
             context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
         )
         self.workplace = RecordingWorkplace(context=context, core=core, updates=UpdateRecord(), copied=self.keeper.take)
@@ -232,7 +232,7 @@ class Rig:
             snapshots=taker,
             num_slices=len(LENGTHS) if stage == 0 else None,
         )
-        self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
+        self.state_server = StateServer(context=context, core=core, kept=self.kept)
         self.snapshots.sources[stage] = self.state_server
         peer.calls.add(None, peer.agreement.calls | self.snapshots.calls)
         self.driver = RoundDriver(

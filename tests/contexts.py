@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock, PeerContext

@@ -21,7 +21,7 @@ from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run.context import CoordinatorContext
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.statements import Snapshot

@@ -12,12 +12,13 @@ from contextlib import AbstractAsyncContextManager
 from statistics import median_low
 
 import anyio
+from swarm_peer.policy.recovery import SnapshotRef, choose_rewind
+from swarm_peer.runtime.state.claims import list_snapshots
 
 from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.errors import CallError, NoRoom, SwarmError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import SnapshotRef, choose_rewind
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD, Position, position_of
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -27,7 +28,6 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateIndexCall

@@ -11,6 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
+from swarm_peer.policy.recovery import (
+    FIRST_TIMELINE,
+    SnapshotRef,
+    Standing,
+    Timeline,
+    find_standing_by_snapshots,
+    find_viable_standing,
+)
+from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
+from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 from coordinator.checkpoints.fetching import newest_position
 from coordinator.checkpoints.folder import Checkpoint, Fits, one_line
@@ -22,23 +33,12 @@ from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.optimizer import learning_rate
-from swarm_peer.policy.recovery import (
-    FIRST_TIMELINE,
-    SnapshotRef,
-    Standing,
-    Timeline,
-    find_standing_by_snapshots,
-    find_viable_standing,
-)
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.claims import believable, claims_of, is_on_timeline, list_snapshots
 from swarm_peer.runtime.state.index import timeline_of
-from swarm_peer.runtime.state.recovery import ROUNDS_BETWEEN_TIMELINES
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from coordinator.checkpoints.folder import Checkpoint, one_line
 from coordinator.checkpoints.store import find_checkpoint
 from swarm_peer.errors import UserError
 from swarm_peer.files import replace_file
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from coordinator.checkpoints.names import entries_of, names_of
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.protocol.log import Committed
 from swarm_peer.runtime.context import Threads
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 
 

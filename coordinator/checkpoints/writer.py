@@ -27,7 +27,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.network.directory import Directory

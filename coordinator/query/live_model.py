@@ -18,6 +18,7 @@ from statistics import median_low
 import anyio
 import numpy as np
 import torch
+from swarm_peer.runtime.network.progress import ProgressBook
 
 from coordinator.query.sampling import Sampling, choose_token
 from swarm_peer.codecs import PLAIN
@@ -30,7 +31,6 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import first_error
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.token_marks import weight_of

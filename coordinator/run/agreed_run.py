@@ -15,12 +15,12 @@ from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
+from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import anyio
 
 from swarm_peer.errors import CallError
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import TimelineRecord, timeline_key
 

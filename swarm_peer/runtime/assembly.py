@@ -14,13 +14,13 @@ from torch import Tensor
 from swarm_peer.model.costs import REPLIES_KEPT
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UpdateRecord
-from swarm_peer.policy.view import Life, PeerState, SwarmView
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Log
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher, CountedHook
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.launcher import BatchLauncher, CountedHook
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.host.preparation import microbatch_capacity
@@ -28,26 +28,26 @@ from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.network.progress import NoCounts
 from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.stage.time_meter import TimeMeter
-from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
-from swarm_peer.runtime.step.agreed_reports import AgreedReports
+from swarm_peer.runtime.state.snapshots import SnapshotKeeper, SnapshotTaker
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.states import StageMates, StageSources
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.cut_averager import CutAverager
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.giving import Giving
+from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
 from swarm_peer.wire.messages import Body
 
@@ -87,9 +87,9 @@ class ReplicaParts:
     driver: RoundDriver
     giving: Giving
     sources: StageSources
-    state_server: AgreedStateServer
-    keeper: AgreedSnapshotKeeper
-    reports: AgreedReports
+    state_server: StateServer
+    keeper: SnapshotKeeper
+    reports: RoundReports
     updates: UpdateRecord
     launcher: BatchLauncher | None
     pool: SamplePool | None
@@ -153,10 +153,8 @@ class Assembly:
         context, agreement, transport = self.peer.context, self.peer.agreement, self.peer.transport
         stage, shapes, updates = self._stage, self.trainer.shapes, UpdateRecord()
         neighbours = Neighbours(self.peer)
-        seat = agreement.core.membership.me
-        agreed = AgreedWork(agreement=agreement, stage=stage)
-        no_counts = NoCounts(Life(seat.peer, seat.life), lambda _: self.peer.directory.look_soon())
-        core = self._make_core(agreed, no_counts, neighbours)
+        work = RoundWork(agreement=agreement, stage=stage)
+        core = self._make_core(work, neighbours)
         averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=transport)
         taker, keeper = self._make_keeper()
         sources = StageSources(
@@ -171,7 +169,7 @@ class Assembly:
             snapshots=taker,
         )
         workplace = StageWorkplace(context=context, core=core, updates=updates, copied=keeper.take)
-        reports = AgreedReports(context=context, stage=stage, result=lambda: workplace.result)
+        reports = RoundReports(context=context, stage=stage, result=lambda: workplace.result)
         driver = RoundDriver(
             agreement=agreement,
             stage=stage,
@@ -182,17 +180,17 @@ class Assembly:
             ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),
             lost=reports.lose,
         )
-        state_server = AgreedStateServer(context=context, core=core, kept=lambda number: _kept_by(driver, number))
+        state_server = StateServer(context=context, core=core, kept=lambda number: _kept_by(driver, number))
         giving = Giving(
             context=context, agreement=agreement, transport=transport, driver=driver, stage=stage, shapes=shapes
         )
         server = StageServer(
             context=context,
             core=core,
-            progress=no_counts,
             view=neighbours.view,
             serves=self.peer.directory.serves,
-            agreed=agreed,
+            saw_stranger=self.peer.directory.look_soon,
+            work=work,
         )
         launcher, pool = self._make_launcher(core, driver, neighbours)
         return ReplicaParts(
@@ -217,7 +215,7 @@ class Assembly:
         core = self.peer.agreement.core
         return [seat.peer for seat in core.epoch.roster(self._stage) if seat != core.membership.me]
 
-    def _make_keeper(self) -> tuple[SnapshotTaker, AgreedSnapshotKeeper]:
+    def _make_keeper(self) -> tuple[SnapshotTaker, SnapshotKeeper]:
         context, agreement, snapshots = self.peer.context, self.peer.agreement, self.peer.snapshots
         taker = SnapshotTaker(
             context=context,
@@ -227,7 +225,7 @@ class Assembly:
             snapshots=snapshots,
             holders=self._holders,
         )
-        return taker, AgreedSnapshotKeeper(
+        return taker, SnapshotKeeper(
             context=context, stage=self._stage, agreement=agreement, snapshots=snapshots, taker=taker
         )
 
@@ -240,7 +238,7 @@ class Assembly:
         member = self._member()
         return member.log if member is not None else self.peer.agreement.core.told.get(self._stage)
 
-    def _make_core(self, agreed: AgreedWork, no_counts: NoCounts, neighbours: Neighbours) -> ReplicaCore:
+    def _make_core(self, work: RoundWork, neighbours: Neighbours) -> ReplicaCore:
         context, spec = self.peer.context, self.trainer.spec
         time = TimeMeter(clock=context.clock, busy_s=self.peer.device_thread.busy_s)
         rounds = RoundBook(context.changed, time.enter)
@@ -252,9 +250,8 @@ class Assembly:
                 context=context,
                 stage=spec.index + 1,
                 transport=self.peer.transport,
-                progress=no_counts,
                 view=neighbours.view,
-                agreed=agreed,
+                work=work,
             )
         executor = StageExecutor(
             context=context,
@@ -264,7 +261,7 @@ class Assembly:
             next_stage=next_stage,
             capacity=capacity,
             replies_kept=REPLIES_KEPT * fitting,
-            agreed=agreed,
+            work=work,
         )
         admission = RoundAdmission(capacity=None if spec.is_first else capacity, rounds=rounds, changed=context.changed)
         return ReplicaCore(

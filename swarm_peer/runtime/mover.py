@@ -12,14 +12,14 @@ from functools import partial
 
 from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first_line
 from swarm_peer.policy.view import UNDECIDED, PeerState
-from swarm_peer.runtime.agreed_assembly import PeerParts
-from swarm_peer.runtime.agreed_replica import Replica, check_data
-from swarm_peer.runtime.data.batch_launcher import CountedHook
+from swarm_peer.runtime.assembly import PeerParts
+from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.host.preparation import free_device_memory, has_room_beside, microbatch_capacity
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment
-from swarm_peer.runtime.state.agreed_joining import prepare
+from swarm_peer.runtime.replica import Replica, check_data
+from swarm_peer.runtime.state.joining import prepare
 from swarm_peer.runtime.state.rescue import watch_stages
 
 log = logging.getLogger(__name__)

@@ -10,16 +10,15 @@ import torch
 from swarm_peer.errors import CallError, HubFailed, NotAdmitted, UserError
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.protocol.epochs import Certified
-from swarm_peer.runtime.agreed_assembly import PeerParts
-from swarm_peer.runtime.agreed_mover import Mover
-from swarm_peer.runtime.agreed_replica import Replica
+from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.batch_launcher import CountedHook
+from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.agreement import Agreement, find_epochs, ticket_of
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -28,6 +27,7 @@ from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.transport import Transport
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.wire.agreement import Statements

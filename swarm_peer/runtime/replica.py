@@ -21,13 +21,13 @@ from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, worst
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
 from swarm_peer.protocol.member import Member
-from swarm_peer.runtime.agreed_assembly import Assembly, PeerParts, StageData
+from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher, CountedHook
+from swarm_peer.runtime.data.launcher import BatchLauncher, CountedHook
 from swarm_peer.runtime.data.slices import SliceReader, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.state.agreed_joining import join
+from swarm_peer.runtime.state.joining import join
 from swarm_peer.wire.records import Progress, ProgressRecord, progress_key
 
 log = logging.getLogger(__name__)
@@ -75,9 +75,7 @@ class Replica:
         data = None
         if spec.is_first:  # it may wait for the hub
             data = await context.threads.run(_read_data, resolved, options, abandon_on_cancel=True)
-        make = partial(
-            StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True, agreed=True
-        )
+        make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
         trainer = await context.threads.run(make)
         peer.agreement.core.forget_prepared(stage)
         return cls(Assembly(peer=peer, trainer=trainer, data=data, counted=counted))
@@ -256,16 +254,8 @@ class Replica:
         member = self._member
         present = member.working if member is not None else None
         if member is None or present is None:
-            return Progress(round_number=self.step.round_number, samples=0, claimed=0, loss_sum=0.0)
-        made = present.computed
-        return Progress(
-            round_number=present.number,
-            timeline=member.log.restart.first_round,
-            samples=num_windows(made.samples),
-            claimed=made.claimed,
-            loss_sum=made.loss_sum,
-            incarnation=member.me.life,
-        )
+            return Progress(round_number=self.step.round_number, samples=0)
+        return Progress(round_number=present.number, samples=num_windows(present.computed.samples))
 
 
 def check_data(resolved: ResolvedManifest, options: PeerOptions) -> None:

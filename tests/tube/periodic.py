@@ -18,7 +18,7 @@ from loop import HOST
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.step_loop import StepLoop
 

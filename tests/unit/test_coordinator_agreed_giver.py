@@ -24,12 +24,12 @@ from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, Duty
 from coordinator.run.context import CoordinatorContext
 from swarm_peer.errors import InvalidMessage, SwarmError, UserError
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network import agreement
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
+from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 

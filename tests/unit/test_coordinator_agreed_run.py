@@ -17,7 +17,7 @@ from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.protocol.epochs import BEGINNING, Place
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.network.agreement import find_epochs

@@ -43,7 +43,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, NoRoom, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads

@@ -24,7 +24,7 @@ from swarm_peer.errors import CallError, NoRoom, SwarmError
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics

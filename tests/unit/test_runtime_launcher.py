@@ -19,7 +19,7 @@ from swarm_peer.errors import CallError, HopFailed, InvalidMessage, NotFinite, R
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView

@@ -18,7 +18,7 @@ from swarm_peer.errors import InvalidMessage, NotServing, PeerUnreachable
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, merge_ranges, ranges_of
 from swarm_peer.policy.data.sample_ledger import MAX_UNHELD_EMPTY, SampleLedger
 from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import leases as leases_module
 from swarm_peer.runtime.data.leases import SliceLeases

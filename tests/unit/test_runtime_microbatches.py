@@ -32,7 +32,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, ranges_of
 from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.network.gossip import Gossip

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.policy.view import Life
 from swarm_peer.runtime.network import progress

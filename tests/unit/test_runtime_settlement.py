@@ -14,7 +14,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallTimeout, InvalidMessage, NotServing, OtherTimeline, PeerUnreachable, RoundClosed
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView

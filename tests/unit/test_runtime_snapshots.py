@@ -13,7 +13,7 @@ from agreeing import swarm, until
 from contexts import make_context
 
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.protocol.log import Close, Committed, Cut, Entry
@@ -21,7 +21,7 @@ from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.state import agreed_snapshots
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker, holdings, named
+from swarm_peer.runtime.state.snapshots import SnapshotTaker, holdings, named
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.state.roots import root_of

@@ -13,7 +13,7 @@ from swarm_peer.protocol.statements import Seat, Signed
 from swarm_peer.runtime.network.agreement import Agreement
 
 
-class AgreedWork:
+class RoundWork:
     """One seat's work in one stage, as its executor sees it. Belongs to the event loop's thread, but for `lose`."""
 
     def __init__(self, *, agreement: Agreement, stage: int):

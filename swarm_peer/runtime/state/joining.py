@@ -9,7 +9,7 @@ import anyio
 
 from swarm_peer.errors import CallError, NotServing
 from swarm_peer.runtime.network.agreement import Agreement
-from swarm_peer.runtime.state.agreed_states import StageSources
+from swarm_peer.runtime.state.states import StageSources
 
 log = logging.getLogger(__name__)
 

@@ -241,7 +241,7 @@ class _Copied:
     root: str
 
 
-class AgreedSnapshotKeeper:
+class SnapshotKeeper:
     """Takes snapshots of one replica, and copies those of the next stage. Belongs to the event loop's thread."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gives states and updates of agreed rounds to others, and takes over those that this seat lacks.
+"""Takes over the states and updates that this seat lacks.
 
 A state is believed if an entry of the stage's log names its root, whoever gives it; an update, if an entry names its
 digest (docs/protocol.md, 'Coming, moving, going').
@@ -15,7 +15,7 @@ import anyio
 import torch
 from torch import Tensor
 
-from swarm_peer.errors import InvalidMessage, NotServing
+from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.data.ledger import Ledger
@@ -25,12 +25,10 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedState
 from swarm_peer.runtime.state.roots import digest_of, root_of
-from swarm_peer.runtime.state.state_server import StateServer
-from swarm_peer.runtime.state.stored import StoredState, make_stored
+from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.ledger_codec import read_ledger
 from swarm_peer.wire.messages import StateIndexCall
@@ -41,33 +39,6 @@ log = logging.getLogger(__name__)
 ASK_S = 1.0
 # Relative distance of two states of the same updates. Unlike devices come 3e-3 apart with each microbatch in bf16.
 MOST_APART = 0.05
-
-
-class AgreedStateServer(StateServer):
-    """Gives a replica's own state, and the updates of its newest entries. Belongs to the event loop's thread.
-
-    Args:
-        kept: the averages that a round's entry names by their digest, with its hash; None if they are not kept
-    """
-
-    def __init__(
-        self, *, context: PeerContext, core: ReplicaCore, kept: Callable[[int], tuple[str, Sequence[Tensor]] | None]
-    ):
-        super().__init__(context=context, core=core)
-        self._kept = kept
-
-    async def _update(self, round_number: int) -> StoredState:
-        found = self._kept(round_number)
-        if found is None:
-            raise NotServing(f"the update of round {round_number} is not kept here")
-        entry, averages = found
-        if (known := self._update_ids.get(round_number)) in self.stored:
-            return self.stored[known]
-        tensors = {f"{number:05d}": average for number, average in enumerate(averages)}
-        state = StageState(round_number, entry, tensors, self.step.timeline)
-        stored = await self._threads.run(make_stored, self._stage, "update", state)
-        self._update_ids[round_number] = self._remember(stored)
-        return stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +198,7 @@ class StageSources:
         return newest is None or (newest.restart, newest.next_round) != (known.restart, known.next_round)
 
     async def _load(self, state: StageState, optimizer_step: int) -> None:
-        load = partial(self._trainer.load_state, state.tensors, optimizer_step, keeps_work=False)
+        load = partial(self._trainer.load_state, state.tensors, optimizer_step)
         await self._core.device_thread.run(Priority.STEP, load)
 
     async def adopt(self, root: str) -> bool:

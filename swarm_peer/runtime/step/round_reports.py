@@ -16,7 +16,7 @@ from swarm_peer.wire.records import MAX_REPORTS, RoundReport
 log = logging.getLogger(__name__)
 
 
-class AgreedReports:
+class RoundReports:
     """Reports rounds. Belongs to the event loop's thread.
 
     Args:

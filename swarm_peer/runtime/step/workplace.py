@@ -10,8 +10,8 @@ from torch import Tensor, empty_like, zeros_like
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.context import PeerContext
@@ -19,7 +19,7 @@ from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.roots import digest_of, root_of
-from swarm_peer.runtime.step.contribution import contributions
+from swarm_peer.runtime.step.contribution import contribution
 from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.wire.ledger_codec import encode_ledger
 
@@ -98,7 +98,7 @@ class StageWorkplace:
         return await self._in_device_thread(partial(self._take, number))
 
     def _take(self, number: int) -> tuple[list[Tensor], int]:
-        means, weight, _ = contributions(self._trainer, self._context.metrics, self._updates, number)
+        means, weight = contribution(self._trainer, self._context.metrics, self._updates, number)
         self._trainer.discard_gradients()
         return list(means), weight
 

@@ -1,4 +1,4 @@
-"""`averaging.mode: delayed` with `eager_updates`, where rounds are agreed: a round begins with a trial of an update."""
+"""`averaging.mode: delayed` with `eager_updates`: a round begins with a trial of an update."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class TrialStrategy(RoundStrategy):
             self._settled = None
         return super().end_round(averages)
 
-    def load_state(self, entries: Mapping[str, Tensor], *, keeps_work: bool = False) -> int:
+    def load_state(self, entries: Mapping[str, Tensor]) -> None:
         """As without; other weights come."""
         self._settled = None
-        return super().load_state(entries, keeps_work=keeps_work)
 
     def weights(self) -> Iterator[Tensor]:
         """Give the weights without the trial."""
