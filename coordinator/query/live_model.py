@@ -18,7 +18,6 @@ from statistics import median_low
 import anyio
 import numpy as np
 import torch
-from swarm_peer.runtime.network.progress import ProgressBook
 
 from coordinator.query.sampling import Sampling, choose_token
 from swarm_peer.codecs import PLAIN
@@ -113,12 +112,7 @@ class LiveModel:
         self._view = SwarmView(manifest.stages.count)
         self._round: int | None = None
         context = _observer_context(resolved, identity, rng)
-        progress = ProgressBook(
-            context=context, incarnation=0, is_author=lambda author: False, on_stranger=lambda author: None
-        )
-        self._pipeline = StageClient(
-            context=context, stage=0, transport=transport, progress=progress, view=lambda: self._view
-        )
+        self._pipeline = StageClient(context=context, stage=0, transport=transport, view=lambda: self._view, work=None)
 
     async def evaluate(self, samples_NS: np.ndarray) -> Evaluation:
         """Mean loss of samples (N, T+1), all with the weights of one round where the run leaves time for it.

@@ -47,7 +47,7 @@ class _Device:
 
 
 class Rounds:
-    """The progress of the run by rounds. What is granted and counted is known to all at once; live, that takes a call.
+    """The progress of the run by rounds. All know at once what is granted and counted; live, that takes a call.
 
     Attributes:
         changed: event of the next moment at which more peers may launch; a new one each time
@@ -68,7 +68,7 @@ class Rounds:
         """Whether a microbatch of the batch is left to launch."""
         if self._global_batch is None:
             return True
-        # What a peer that is gone has not finished is left for others.
+        # Others launch what a peer that is gone has not finished.
         taken = sum((self._claimed if life in live else self._counted)[life] for life in self._claimed)
         return not self._ending and taken < self._global_batch
 

@@ -130,10 +130,6 @@ class RoundStrategy:
         """Give the weights that belong into a state, in the order of the trained parameters."""
         return (parameter.detach() for parameter in self.trainee.trained.values())
 
-    def shared_weights(self) -> Iterator[Tensor]:
-        """Give the weights that stage-mates hold alike, in the order of the trained parameters."""
-        return self.weights()
-
 
 def shared_entries(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The entries of a stage's state that all stage-mates hold alike.

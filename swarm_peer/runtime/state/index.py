@@ -1,14 +1,13 @@
 """A stage's state or update as tensors, and the index that lists and hashes them (wire/messages.py, StateIndex).
 
-Owns how tensors become bytes and chunks, the history hash, and the digest of weights. Must not know where states are
-stored or sent.
+Owns how tensors become bytes and chunks. Must not know where states are stored or sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -139,20 +138,3 @@ def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
             raise InvalidMessage(f"tensor {entry.name:.100} of shape {entry.shape}: {error}") from error
     timeline = timeline_of(index)
     return StageState(index.round_number, index.history_hash, tensors, timeline, index.ledger, index.entry)
-
-
-def digest_weights(weights: Iterable[torch.Tensor]) -> str:
-    """A digest of the weights that stage-mates share, about a second per gigabyte; in the device thread.
-
-    It leaves the optimizer's state out, which is twice as large with AdamW: a difference in it that matters reaches the
-    weights with the next updates.
-    """
-    return extend_history("", (tensor.cpu() for tensor in weights))
-
-
-def extend_history(history_hash: str, tensors: Iterable[torch.Tensor]) -> str:
-    """The history hash of weights after one more update: a digest of the hash before and of the averaged gradients."""
-    digest = hashlib.sha256(history_hash.encode())
-    for tensor in tensors:
-        digest.update(bytes_of(tensor.contiguous()))
-    return digest.hexdigest()[:32]

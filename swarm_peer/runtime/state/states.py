@@ -19,6 +19,7 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.step_state import Phase
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Log
 from swarm_peer.runtime.context import PeerContext
@@ -146,6 +147,8 @@ class StageSources:
             taken[:] = [await self._take(state)]
 
         await self._fetch(take)
+        if self._core.rounds.step.phase is not Phase.EMPTY:
+            self._context.metrics.resyncs.labels("left_behind").inc()
         return taken[0]
 
     async def _fetch(self, take: Callable[[StageState], Awaitable[None]]) -> None:
@@ -224,6 +227,7 @@ class StageSources:
                 log.error("root_refused stage=%d reason=its weights are far from this peer's", self._stage)
 
         await self._fetch(take)
+        self._context.metrics.resyncs.labels("other_weights").inc(adopted[0])
         return adopted[0]
 
     async def begin(self, restart: Restart) -> Ledger | None:
@@ -244,9 +248,12 @@ class StageSources:
 
         if restart.entries:
             await self._snapshots.take(self._stage, restart.entries[self._stage], restart.optimizer_step, take)
-            return ledger[0] if ledger else None
-        await self._core.device_thread.run(Priority.STEP, self._trainer.restart)
-        return Ledger(self._num_slices) if self._num_slices is not None else None
+        else:
+            await self._core.device_thread.run(Priority.STEP, self._trainer.restart)
+            ledger = [Ledger(self._num_slices)] if self._num_slices is not None else []
+        if self._core.rounds.step.phase is not Phase.EMPTY:
+            self._context.metrics.rewinds.inc()
+        return ledger[0] if ledger else None
 
 
 def _are_close(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:

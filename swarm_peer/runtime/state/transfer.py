@@ -2,7 +2,7 @@
 
 If a donor dies, stalls or lies, the others give the chunks that it owes. hivemind's own download would not do: it takes
 everything from one donor, checks nothing, and returns None if no donor answers. Must not know why a state is wanted:
-joining.py does.
+states.py and snapshots.py do.
 """
 
 from __future__ import annotations

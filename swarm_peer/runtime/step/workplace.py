@@ -77,6 +77,7 @@ class StageWorkplace:
         known = present.round_number, present.history_hash, present.weights_version
         if known != (number, standing.entry, step.weights_version) or present.phase is Phase.EMPTY:
             rounds.begin(step)
+            self._context.metrics.optimizer_step.set(step.optimizer_step)
         rounds.enter(Phase.OPEN)
 
     def close(self) -> None:
