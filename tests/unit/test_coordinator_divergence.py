@@ -9,6 +9,7 @@ import anyio
 import pytest
 import torch
 from memory_transport import MemoryNetwork
+from swarm_peer.runtime.state.claims import list_snapshots
 from test_coordinator_service import MANIFEST, PEER, RESOLVED, Board
 
 from coordinator.checkpoints.folder import CheckpointDamaged
@@ -29,12 +30,11 @@ from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.model.export import NotFiniteWeights, export_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.standstill import DIVERGED_S, NO_UPDATES_S
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import SystemThreads
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.records import timeline_key
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 import torch
 from memory_transport import MemoryNetwork
+from swarm_peer.runtime.state.claims import list_snapshots
 
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.store import CheckpointStore
@@ -29,7 +30,6 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import Assignment, TimelineRecord, timeline_key

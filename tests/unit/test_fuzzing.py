@@ -22,6 +22,10 @@ from typing import Any
 import msgpack
 import pytest
 from contexts import make_context, unparsed
+from swarm_peer.policy.data.sample_ledger import SampleLedger
+from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, SnapshotRef, choose_rewind, credible, find_standing
+from swarm_peer.policy.voting import AveragingVote, agree
+from swarm_peer.runtime.network.progress import ProgressBook
 from test_wire_places import COORDINATOR, GOOD, HASH, PEER, RUN, RUN_KEY, key_id, manifest
 from test_wire_records import ASSIGNMENT, RECORDS
 
@@ -29,16 +33,12 @@ from coordinator.watch.run_watch import RunWatch
 from swarm_peer.codecs import CODECS
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
-from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import choose_stage
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, SnapshotRef, choose_rewind, credible, find_standing
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, fault_of
-from swarm_peer.policy.voting import AveragingVote, agree
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import AnyBody, check_body, error_from_body, unpack_fields
 from swarm_peer.runtime.state.index import num_bytes, timeline_of
 from swarm_peer.wire.codecs import decode, decode_tokens, encoded_bytes

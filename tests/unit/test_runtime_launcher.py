@@ -12,21 +12,21 @@ import anyio
 import numpy as np
 import pytest
 from contexts import MovedClock, ReadClock, begin_round, make_context
+from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
+from swarm_peer.runtime.network.progress import ProgressBook
 from transformers import PretrainedConfig
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, HopFailed, InvalidMessage, NotFinite, RoundClosed, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, merge_ranges, ranges_of
-from swarm_peer.policy.progress_counter import MAX_LIVES, RoundCount
-from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.prefetch import Sample
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.rounds import RoundBook

@@ -11,8 +11,8 @@ from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import HubFailed, NotServing, OtherTimeline, UserError
-from swarm_peer.policy.timeline import FIRST_TIMELINE
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.timeline import FIRST_TIMELINE
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 from swarm_peer.runtime import peer as peers

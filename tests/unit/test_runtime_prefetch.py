@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from contexts import FixedRandom, ReadClock, make_context, unparsed
 from made_up_slices import FakeReader
+from swarm_peer.policy.data.sample_ledger import SampleLedger
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import HubFailed, UserError
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange, ranges_of
-from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.data import prefetch as samples

@@ -21,10 +21,10 @@ from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.state import agreed_snapshots
-from swarm_peer.runtime.state.snapshots import SnapshotTaker, holdings, named
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.state.roots import root_of
+from swarm_peer.runtime.state.snapshots import SnapshotTaker, holdings, named
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import StateChunkCall, StateIndexCall
 

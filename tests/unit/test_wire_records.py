@@ -5,10 +5,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm_peer.policy.progress_counter import RoundCount
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.progress_counter import RoundCount
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, TimeShares
 from swarm_peer.wire.identity import Identity

@@ -66,15 +66,12 @@ class RoundAdmission:
         self._changed.notify()
 
     @asynccontextmanager
-    async def enter(
-        self, round_number: int, *, caller: str = "", num_callers: int = 1, always: bool = False
-    ) -> AsyncIterator[ReplicaRound]:
+    async def enter(self, round_number: int, *, caller: str = "", num_callers: int = 1) -> AsyncIterator[ReplicaRound]:
         """Keep a microbatch inside a round for as long as the context lasts; wait for the round if it comes next.
 
         Args:
             caller: the peer that sent it; empty for this peer itself
             num_callers: number of peers that send microbatches here
-            always: admit it beyond the capacity, too
 
         Returns:
             the round, as the context's value
@@ -84,7 +81,7 @@ class RoundAdmission:
             Busy: as many microbatches are inside or held as may be, or as many of this caller
             NotServing: this peer is draining, or far behind that round
         """
-        if self._capacity is not None and not always:
+        if self._capacity is not None:
             places, own = self._capacity.microbatches, self._by_caller[caller]
             if self.admitted + self.held >= places:
                 raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")

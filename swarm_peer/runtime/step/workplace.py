@@ -64,6 +64,8 @@ class StageWorkplace:
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
         rounds = self._core.rounds
+        if rounds.step.timeline != timeline_of(standing.restart):
+            self._updates.begin()
         step = StepState(
             round_number=number,
             timeline=timeline_of(standing.restart),
@@ -87,6 +89,7 @@ class StageWorkplace:
 
     def fall_behind(self) -> None:
         """Turn away those that wait for the next round as well: this seat may lack its weights for long."""
+        self._updates.begin()
         if self._core.rounds.step.phase is not Phase.EMPTY:
             self._core.rounds.enter(Phase.CATCHING_UP)
 
