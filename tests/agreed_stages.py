@@ -382,7 +382,7 @@ class Hall:
     def replicas(self):
         """The shared state of both stages by optimizer step, as replicas in one process make it."""
         stages = [[rig for rig in self.all_rigs if rig.stage == stage] for stage in (0, 1)]
-        reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages], agreed=True)
+        reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages])
         found = {}
 
         def note():

@@ -28,7 +28,7 @@ def check_one_process(resolved: ResolvedManifest, device: torch.device) -> None:
     """
     costs = stage_costs(resolved, device.type)
     memories = [each.memory for each in costs]
-    per_parameter = FP32_BYTES * strategy_of(resolved.manifest.averaging).kept_values
+    per_parameter = FP32_BYTES * strategy_of(resolved.manifest.averaging, agreed=True).kept_values
     held = sum(memory.held_bytes - memory.host_bytes for memory in memories)
     held += per_parameter * sum(each.trained for each in costs)
     computing = sum(memory.microbatch_bytes for memory in memories) + max(memory.working_bytes for memory in memories)
