@@ -72,7 +72,6 @@ class StateFields(BaseModel):
     history_hash: str
     timeline: Timeline = FIRST_TIMELINE
     ledger: bytes = b""
-    # Peers that come back tell by it which of their work is lost.
     entry: bytes = Field(b"", max_length=MAX_ENTRY_BYTES)
 
 

@@ -20,7 +20,7 @@ from swarm_peer.protocol.log import Close, Committed, Cut, Entry
 from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.state import agreed_snapshots
+from swarm_peer.runtime.state import snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.state.roots import root_of
@@ -35,7 +35,7 @@ SEAT = Seat("a", 1, "")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     quick_stages(monkeypatch)
-    monkeypatch.setattr(agreed_snapshots, "GUARD_PAUSE_S", 0.02)
+    monkeypatch.setattr(snapshots, "GUARD_PAUSE_S", 0.02)
 
 
 def hall_in(folder, **averaging):
@@ -141,7 +141,7 @@ def test_a_run_goes_back_twice(tmp_path):
 
 
 def test_a_run_begins_with_other_snapshots_where_nobody_gives_those_that_were_offered(tmp_path, monkeypatch):
-    monkeypatch.setattr(agreed_snapshots, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(snapshots, "PATIENCE_S", 0.3)
 
     async def run():
         hall = hall_in(tmp_path)

@@ -12,10 +12,10 @@ import pytest
 from agreed_stages import Hall, has_come_to, quick_stages, resolved_of
 from agreeing import RUN, swarm, until
 
-from coordinator.checkpoints import agreed_giver
-from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
+from coordinator.checkpoints import giver
 from coordinator.checkpoints.fetching import fetch_snapshots
 from coordinator.checkpoints.folder import CheckpointDamaged
+from coordinator.checkpoints.giver import CheckpointGiver, Offered
 from coordinator.checkpoints.names import entries_of, load_named, names_of
 from coordinator.checkpoints.resumed import note_resumed
 from coordinator.checkpoints.run_names import RunNames
@@ -40,9 +40,8 @@ EVERY = 4
 def quick(monkeypatch):
     quick_stages(monkeypatch)
     monkeypatch.setattr(agreement, "TIMING", replace(agreement.TIMING, key_s=1.0))
-    monkeypatch.setenv("SWARM_AGREED", "1")
-    monkeypatch.setattr(agreed_giver, "LOOK_S", 0.05)
-    monkeypatch.setattr(agreed_giver, "RETRY_S", 0.2)
+    monkeypatch.setattr(giver, "LOOK_S", 0.05)
+    monkeypatch.setattr(giver, "RETRY_S", 0.2)
 
 
 class House:
@@ -90,7 +89,7 @@ class House:
         return self.store.at(step)
 
     def giver(self, statements=None, name="scratch"):
-        giver = AgreedGiver(
+        giver = CheckpointGiver(
             manifest=self.manifest,
             context=CoordinatorContext(),
             statements=statements or self.coordinator.agreement.statements,
