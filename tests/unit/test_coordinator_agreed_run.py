@@ -19,8 +19,8 @@ from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
 from coordinator.watch.metrics_file import METRICS, metrics_line
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.protocol.epochs import BEGINNING, Place
 from swarm_peer.protocol.statements import Seat

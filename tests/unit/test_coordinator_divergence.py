@@ -29,9 +29,9 @@ from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.model.export import NotFiniteWeights, export_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.standstill import DIVERGED_S, NO_UPDATES_S
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import SystemThreads
