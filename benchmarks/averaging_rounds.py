@@ -103,7 +103,7 @@ async def _take_part(setting: Setting, parent: Connection, earlier: Sequence[str
             begun, cpu_s, late_s = time.perf_counter(), time.process_time(), list[float]()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch_timers, late_s)
-                averages = await averager.average(gradients, round_number=round_number + 1, attempt=0, shares=shares)
+                averages = await averager.average(str(round_number), gradients, shares)
                 tasks.cancel_scope.cancel()
             assert all(bool(average.any()) for average in averages)
             if round_number >= 0:

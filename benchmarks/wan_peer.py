@@ -24,18 +24,7 @@ from recording_peer import app
 from wan_timeline import FORWARD_SHARE, SpanWriter, compute_little, sleeping
 
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.step.barrier import Barrier
-from swarm_peer.runtime.step.settlement import StageGroup
-from swarm_peer.runtime.step.step_loop import StepLoop
-
-# Waits of the end of a round, in their order; "end" is all of them.
-WAITS: dict[str, tuple[type, str]] = {
-    "end": (StepLoop, "_end"),
-    "barrier": (Barrier, "gather"),
-    "averaging": (StageGroup, "_average"),
-    "vote": (StageGroup, "_gather_votes"),
-    "commit": (StepLoop, "_commit"),
-}
+from swarm_peer.runtime.step.driver import RoundDriver
 
 
 def write_timeline(file: Path) -> None:
@@ -51,19 +40,42 @@ def write_timeline(file: Path) -> None:
 
         return noted
 
-    def watch_wait(what: str, wait: Callable[..., Any]) -> Callable[..., Any]:
-        async def noted(self: Any, *args: Any) -> Any:
-            begin_s, round_number = time.time(), self._rounds.current.number
-            result = await wait(self, *args)
-            spans.note(what, self._stage, round_number, begin_s)
-            return result
-
-        return noted
-
     for name in ("forward", "backward", "apply"):
         setattr(StageTrainer, name, watch_passes(name, getattr(StageTrainer, name)))
-    for what, (owner, name) in WAITS.items():
-        setattr(owner, name, watch_wait(what, getattr(owner, name)))
+    watch_ends_of_rounds(spans)
+
+
+def watch_ends_of_rounds(spans: SpanWriter) -> None:
+    """Have each step at the end of a round written down: those of the driver, and the waits between them."""
+    driver: Any = RoundDriver
+    drain, average, apply = driver._drain, driver._average_cut, driver._apply
+    since_s: dict[tuple[str, int], float] = {}  # when the last step of a round has ended
+
+    def note_wait(what: str, stage: int, round_number: int) -> None:
+        if (begin_s := since_s.pop((what, round_number), None)) is not None:
+            spans.note(what, stage, round_number, begin_s)
+
+    async def noted_drain(self: Any) -> None:
+        present = self.member.draining
+        await drain(self)
+        if present is not None:
+            since_s["barrier", present.number] = time.time()
+
+    async def noted_average(self: Any, averaging: Any) -> None:
+        begin_s, number = time.time(), averaging.cut.round
+        note_wait("barrier", self._stage, number)
+        await average(self, averaging)
+        spans.note("averaging", self._stage, number, begin_s)
+        since_s["vote", number] = time.time()
+
+    async def noted_apply(self: Any) -> None:
+        begin_s, committed = time.time(), self._due(self.member)
+        await apply(self)
+        if committed is not None:
+            note_wait("vote", self._stage, committed.entry.cut.round)
+            spans.note("commit", self._stage, committed.entry.cut.round, begin_s)
+
+    driver._drain, driver._average_cut, driver._apply = noted_drain, noted_average, noted_apply
 
 
 def main() -> None:

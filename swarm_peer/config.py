@@ -320,8 +320,6 @@ class AveragingSection(Section):
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)
     """seconds of silence after which a stage-mate is dropped from an averaging round"""
-    max_tries: Count = Field(3, ge=1)
-    """averaging rounds that may fail before each stage-mate offers its own gradient instead"""
     compare_weights_every: Count = Field(50, ge=0)
     """optimizer steps between comparisons of the weights themselves among stage-mates, of about a second per gigabyte;
     a peer whose device computes other weights downloads a state, and loses its part of one round; 0 for none"""
@@ -336,21 +334,9 @@ class AveragingSection(Section):
         """Rounds that may be open while an earlier one is not committed, besides the next."""
         return 1 if self.mode == "delayed" else 0
 
-    def averages_at(self, optimizer_step: int, *, begins_timeline: bool = False) -> bool:
-        """Whether an average ends the round that began with this optimizer step.
-
-        Args:
-            begins_timeline: whether nothing has been computed before that round, or else was lost in a rewind
-        """
-        if self.mode == "delayed":
-            return not begins_timeline
+    def averages_at(self, optimizer_step: int) -> bool:
+        """Whether an average ends the round that began with this optimizer step."""
         return (optimizer_step + 1) % self.steps_per_average == 0
-
-    def compares_weights_at(self, optimizer_step: int) -> bool:
-        """Whether stage-mates compare their weights at the end of the round that began with this optimizer step."""
-        every = self.compare_weights_every
-        # Step 0 needs none: the history hash begins with a digest of the initial weights.
-        return every > 0 and optimizer_step > 0 and optimizer_step % every == 0
 
 
 class RecoverySection(Section):
@@ -405,16 +391,6 @@ class RunManifest(Section):
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than "
                 f"training.steps={self.training.steps}: set it to {self.training.steps} at most"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _delayed_updates_come(self) -> RunManifest:
-        if self.averaging.mode == "delayed" and self.averaging.max_tries < 2:
-            reason = "an average made while the next step computes fails whenever a member leaves; give 2 or more"
-            raise ValueError(f"averaging.max_tries=1 is too few for averaging.mode=delayed: {reason}")
-        if self.averaging.mode == "delayed" and self.training.steps < 2:
-            reason = "a gradient updates the weights at the end of the step after its own; give 2 or more"
-            raise ValueError(f"training.steps=1 is too few for averaging.mode=delayed: {reason}")
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,6 @@ SwarmError
 └── CallError               a call to another peer failed
     ├── Busy                it is full, or does not know us yet -> try another peer now
     ├── RoundClosed         the peer has ended this round       -> stop: count the microbatch in a later round
-    ├── OtherTimeline       it went back, or we did             -> go on without it, and look where the run stands
     ├── NotServing          wrong stage, joining or draining    -> try another peer, avoid this one
     ├── PeerUnreachable     no connection, or it broke          -> try another peer, avoid this one
     ├── CallTimeout         no reply before the deadline        -> try another peer, avoid this one
@@ -71,13 +70,6 @@ class RoundClosed(CallError):
         self.round_number = round_number
 
 
-class OtherTimeline(CallError):
-    """The callee, or the run, is on another timeline: one side has not heard that the run went back."""
-
-    code = "other_timeline"
-    avoid = False
-
-
 class NotServing(CallError):
     """The callee does not serve the stage: it serves another one, is still joining, or is leaving."""
 
@@ -133,7 +125,6 @@ ERROR_BY_CODE: dict[str, type[CallError]] = {
         CallError,
         Busy,
         RoundClosed,
-        OtherTimeline,
         NotServing,
         PeerUnreachable,
         CallTimeout,

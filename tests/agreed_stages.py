@@ -17,25 +17,26 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId, merge_ranges, num_windows
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.trouble import UpdateRecord
-from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.host.machine import FolderStorage
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
-from swarm_peer.runtime.state import agreed_joining
-from swarm_peer.runtime.state.agreed_joining import join
-from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper, SnapshotTaker
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
+from swarm_peer.runtime.state import joining
+from swarm_peer.runtime.state.joining import join
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
+from swarm_peer.runtime.state.snapshots import SnapshotKeeper, SnapshotTaker
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.states import StageMates, StageSources
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.runtime.step.cut_averager import CutAverager
@@ -53,7 +54,7 @@ def quick_stages(monkeypatch):
     """Nobody waits for long."""
     quickly(monkeypatch)
     monkeypatch.setattr(driver_module, "RETRY_PAUSE_S", 0.02)
-    monkeypatch.setattr(agreed_joining, "PAUSE_S", 0.05)
+    monkeypatch.setattr(joining, "PAUSE_S", 0.05)
 
 
 def resolved_of(optimizer="sgd", **sections):
@@ -108,19 +109,6 @@ async def is_member(peer_id):
     return True
 
 
-class NoCounts:
-    """No counts travel with microbatches."""
-
-    def __init__(self, peer_id):
-        self.author = Life(peer_id, 1)
-
-    def signed_counts(self, max_bytes):
-        return ()
-
-    def merge(self, counts):
-        pass
-
-
 class RecordingTrainer(StageTrainer):
     """A trainer that knows the tokens of the microbatches in its accumulator."""
 
@@ -164,16 +152,14 @@ class Rig:
         self.peer, self.stage, self.rigs = peer, stage, rigs
         self.folder = folder and folder / peer.identity.peer_id
         context = peer.context
-        self.trainer = RecordingTrainer(resolved, resolved.specs[stage], agreed=True)
+        self.trainer = RecordingTrainer(resolved, resolved.specs[stage])
         self.thread = DeviceThread(clock=context.clock, threads=context.threads, metrics=context.metrics)
         self.rounds = RoundBook(context.changed)
-        agreed, progress = AgreedWork(agreement=peer.agreement, stage=stage), NoCounts(peer.identity.peer_id)
+        work = RoundWork(agreement=peer.agreement, stage=stage)
         capacity, speed = Capacity(8), SpeedMeter(context.metrics)
         client = None
         if stage == 0:
-            client = StageClient(
-                context=context, stage=1, transport=peer.transport, progress=progress, view=self.view, agreed=agreed
-            )
+            client = StageClient(context=context, stage=1, transport=peer.transport, view=self.view, work=work)
         executor = StageExecutor(
             context=context,
             trainer=self.trainer,
@@ -182,7 +168,7 @@ class Rig:
             next_stage=client,
             capacity=capacity,
             replies_kept=8,
-            agreed=agreed,
+            work=work,
         )
         core = ReplicaCore(
             trainer=self.trainer,
@@ -195,7 +181,12 @@ class Rig:
             time=None,
         )
         server = StageServer(
-            context=context, core=core, progress=progress, view=self.view, serves=lambda *_: True, agreed=agreed
+            context=context,
+            core=core,
+            view=self.view,
+            serves=lambda *_: True,
+            saw_stranger=lambda: None,
+            work=work,
         )
         shapes = [parameter.shape for parameter in self.trainer.trained.values()]
         averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=peer.transport)
@@ -215,7 +206,7 @@ class Rig:
             snapshots=self.snapshots,
             holders=lambda: sorted({seat.peer for seat in peer.core.epoch.seats} | self.rigs.keys()),
         )
-        self.keeper = AgreedSnapshotKeeper(
+        self.keeper = SnapshotKeeper(
             context=context, stage=stage, agreement=peer.agreement, snapshots=self.snapshots, taker=taker
         )
         self.workplace = RecordingWorkplace(context=context, core=core, updates=UpdateRecord(), copied=self.keeper.take)
@@ -233,7 +224,7 @@ class Rig:
             snapshots=taker,
             num_slices=len(LENGTHS) if stage == 0 else None,
         )
-        self.state_server = AgreedStateServer(context=context, core=core, kept=self.kept)
+        self.state_server = StateServer(context=context, core=core, kept=self.kept)
         self.snapshots.sources[stage] = self.state_server
         peer.calls.add(None, peer.agreement.calls | self.snapshots.calls)
         self.driver = RoundDriver(
@@ -383,7 +374,7 @@ class Hall:
     def replicas(self):
         """The shared state of both stages by optimizer step, as replicas in one process make it."""
         stages = [[rig for rig in self.all_rigs if rig.stage == stage] for stage in (0, 1)]
-        reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages], agreed=True)
+        reference = ReplicatedBaseline(self.resolved, [len(rigs) for rigs in stages])
         found = {}
 
         def note():

@@ -13,14 +13,12 @@ from transformers import PretrainedConfig
 
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock, PeerContext
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Handler
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.wire.identity import Identity
@@ -84,7 +82,7 @@ def unparsed(manifest_hash: str, *, global_batch_size: int = 8, announcement_s: 
 
 
 def begin_round(rounds: RoundBook, round_number: int, phase: Phase = Phase.OPEN, **step: object) -> None:
-    """Begin a round, as the step loop does it."""
+    """Begin a round, as the workplace does it."""
     rounds.begin(StepState(round_number=round_number, **step))  # type: ignore[arg-type]
     rounds.enter(phase)
 
@@ -94,14 +92,6 @@ def dispatcher(manifest_hash: str, stage: int, calls: Mapping[type[Body], Handle
     made = CallDispatcher(manifest_hash=manifest_hash)
     made.add(stage, calls)
     return made
-
-
-def begin_counting(book: ProgressBook, round_number: int, timeline: Timeline = FIRST_TIMELINE) -> None:
-    """Begin a round in a progress book that has no replica."""
-    step = StepState(round_number=round_number, timeline=timeline, began_s=book._context.clock.monotonic_s())
-    book._step = lambda: step
-    book.forget_past()
-    book._context.changed.notify()
 
 
 def make_context(

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import torch
 from contexts import begin_round
+from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.policy.step_state import StepState
 from swarm_peer.runtime.stage.rounds import RoundBook
-from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.state.state_server import StateServer
 
 

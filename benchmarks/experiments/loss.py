@@ -137,6 +137,7 @@ class RoutedBaseline(Baseline):
     def __init__(self, resolved: ResolvedManifest, num_members: int, device: str = "cpu"):
         self.manifest = resolved.manifest
         self._replicated = ReplicatedBaseline(resolved, [num_members] * resolved.num_stages, device)
+        self._rounds, self.num_missed = self._replicated.rounds, 0
         self._rng = random.Random(f"routes {resolved.manifest.seed}")
         # All replicas of a stage are alike when the loss is measured.
         self.trainers = [replicas[0] for replicas in self._replicated.stages]

@@ -17,17 +17,14 @@ from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.errors import CallError, NoRoom, SwarmError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import SnapshotRef, choose_rewind
 from swarm_peer.policy.run_progress import MAX_ROUND, MAX_ROUNDS_AHEAD, Position, position_of
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import first_error
-from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateIndexCall
@@ -125,6 +122,8 @@ async def fetch_snapshots(
 ) -> list[StageState]:
     """Download the newest snapshot of each stage, all of the same weights. Peers give them to anybody.
 
+    They keep the last two, and list none, so these are asked for by their optimizer steps.
+
     Args:
         receiver: gives room for the states, and refuses those that do not fit their stage
         rng: chooses among the peers that hold one
@@ -133,57 +132,8 @@ async def fetch_snapshots(
         NoRoom: there is no room for all states
         SwarmError: there are none of all stages, or peers did not give them
     """
-    stages = range(resolved.num_stages)
-    view = await directory.refresh(stages)
-    if is_agreed():
-        return await _fetch_by_step(transport, view, resolved, receiver, rng or random.Random())
-    replies = await list_snapshots(resolved.hash, transport, [peer.peer_id for peer in view.peers])
-    held = {peer_id: [SnapshotRef(*known) for known in reply.snapshots] for peer_id, reply in replies.items()}
-    states = []
-    for stage in stages:
-        chosen = choose_rewind(held, len(stages), stage, newest_position(view).optimizer_step, from_scratch=-1)
-        if chosen.optimizer_step is None:
-            raise _no_snapshots(resolved, chosen.reason)
-        call = StateIndexCall(manifest=resolved.hash, of_stage=stage, created_at_round=chosen.created_at_round)
-        max_bytes, step = max_state_bytes(resolved, stage), chosen.optimizer_step
-        room = receiver.of_stage(stage)
-        try:
-            states.append(
-                await fetch_state(
-                    transport,
-                    chosen.holders,
-                    call,
-                    max_bytes=max_bytes,
-                    optimizer_step=step,
-                    rng=rng or random.Random(),
-                    take=room.check,
-                    room=room,
-                )
-            )
-        except NoRoom:
-            raise
-        except CallError as error:
-            raise SwarmError(f"no peer gave its snapshot of stage {stage} of optimizer step {step}: {error}") from error
-    return states
-
-
-def _no_snapshots(resolved: ResolvedManifest, reason: str) -> SwarmError:
-    every = resolved.manifest.recovery.snapshot_every
-    return SwarmError(
-        f"peers hold no snapshots of all stages ({reason}): they take them every recovery.snapshot_every={every} "
-        f"optimizer steps; wait for that, or export a checkpoint"
-    )
-
-
-async def _fetch_by_step(
-    transport: Transport, view: SwarmView, resolved: ResolvedManifest, receiver: StateReceiver, rng: random.Random
-) -> list[StageState]:
-    """Download the newest snapshot of each stage where peers agree: they keep the last two, and list none.
-
-    Raises:
-        NoRoom: there is no room for all states
-        SwarmError: peers give none of all stages
-    """
+    rng = rng or random.Random()
+    view = await directory.refresh(range(resolved.num_stages))
     every, reached = resolved.manifest.recovery.snapshot_every, newest_position(view).optimizer_step
     newest = reached // every * every if every else 0
     reason = f"the run has made {reached} optimizer steps"
@@ -212,7 +162,10 @@ async def _fetch_by_step(
         if len({state.round_number for state in states}) == 1:
             return states
         reason = f"those of optimizer step {step} are of several rounds"
-    raise _no_snapshots(resolved, reason)
+    raise SwarmError(
+        f"peers hold no snapshots of all stages ({reason}): they take them every recovery.snapshot_every={every} "
+        f"optimizer steps; wait for that, or export a checkpoint"
+    )
 
 
 async def _fetch_stage(

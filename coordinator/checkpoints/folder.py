@@ -23,8 +23,7 @@ from coordinator.checkpoints.file_store import FileEntry, FileStore, describe_fi
 from swarm_peer.config import RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
-from swarm_peer.policy.lineage import MAX_LINEAGE_BYTES
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.messages import MAX_ENTRY_BYTES
 
@@ -73,8 +72,6 @@ class StateFields(BaseModel):
     history_hash: str
     timeline: Timeline = FIRST_TIMELINE
     ledger: bytes = b""
-    # Peers that come back tell by it which of their work is lost.
-    lineage: bytes = Field(b"", max_length=MAX_LINEAGE_BYTES)
     entry: bytes = Field(b"", max_length=MAX_ENTRY_BYTES)
 
 

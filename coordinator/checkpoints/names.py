@@ -1,4 +1,4 @@
-"""The names of a checkpoint's states, by which peers that agree ask for them (docs/protocol.md, 'Roots').
+"""The names of a checkpoint's states, by which peers ask for them (docs/protocol.md, 'Roots').
 
 A state that peers gave as a snapshot carries the entry that names it. Where a checkpoint is of another run, whose
 statements prove nothing in this one, each state gets an entry of its own: it names the state's root as any other does,

@@ -1,4 +1,4 @@
-"""resumed.json: which checkpoint a run was resumed from.
+"""The checkpoint that a run was resumed from: which settings have changed since, and its note, resumed.json.
 
 A coordinator that dies before every stage has its state would leave peers that wait for the rest. The next one cannot
 resume the run once more, since it is alive; so it finds here what to give again.
@@ -13,9 +13,12 @@ from pydantic import BaseModel, ConfigDict
 
 from coordinator.checkpoints.folder import Checkpoint, one_line
 from coordinator.checkpoints.store import find_checkpoint
+from coordinator.config_files import changed_settings
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.files import replace_file
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.model.optimizer import learning_rate
+from swarm_peer.policy.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -59,3 +62,15 @@ def find_resumed(output: Path, timeline: Timeline) -> Checkpoint | None:
         log.warning("checkpoint_not_given path=%s reason=%s", path, one_line(error))
         return None
     return checkpoint if checkpoint.address == note.address else None  # another one may have taken its place
+
+
+def tell_changes(checkpoint: Checkpoint, manifest: RunManifest) -> None:
+    """Log what the run does otherwise from now on: the user may have left something out of the command."""
+    for key, was, now in changed_settings(checkpoint.manifest, manifest):
+        log.warning("setting_changed setting=%s checkpoint=%s now=%s", key, was, now)
+    # It depends on several settings, on training.steps among them, and each of these looks harmless.
+    step = checkpoint.optimizer_step
+    was, now = learning_rate(checkpoint.manifest, step), learning_rate(manifest, step)
+    if was != now:
+        text = "setting_changed setting=the learning rate at optimizer step %d checkpoint=%.3g now=%.3g"
+        log.warning(text, step, was, now)

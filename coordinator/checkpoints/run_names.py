@@ -1,23 +1,23 @@
-"""Which snapshots of a run whose peers agree may become a checkpoint, by the entries that they carry."""
+"""Which snapshots of a run may become a checkpoint, by the entries that they carry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.checkpoints.agreed_giver import AgreedGiver
+from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.names import entries_of, names_of
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.protocol.log import Committed
 from swarm_peer.runtime.context import Threads
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 
 
 class RunNames:
     """Checks states for a CheckpointWriter, and has those of each checkpoint offered to peers."""
 
-    def __init__(self, *, taker: SnapshotTaker, giver: AgreedGiver, statements: Statements, threads: Threads):
+    def __init__(self, *, taker: SnapshotTaker, giver: CheckpointGiver, statements: Statements, threads: Threads):
         self._taker = taker
         self._giver = giver
         self._statements = statements

@@ -29,7 +29,6 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.host.memory import host_memory
 from swarm_peer.runtime.host.scratch import is_in_memory, temporary_folder
-from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.state.index import StageState
 
 log = logging.getLogger(__name__)
@@ -208,4 +207,4 @@ def _weights_of(template: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tens
 
 
 def _template(resolved: ResolvedManifest, stage: int) -> Mapping[str, torch.Tensor]:
-    return StageTrainer(resolved, resolved.specs[stage], hollow=True, agreed=is_agreed()).state_template()
+    return StageTrainer(resolved, resolved.specs[stage], hollow=True).state_template()

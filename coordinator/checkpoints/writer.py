@@ -1,7 +1,6 @@
 """Checkpoints of a live run, fetched from its peers every so many steps. giver.py gives them back.
 
-A checkpoint is made of the snapshots that peers keep anyway (runtime/state/snapshot_keeper.py), all of the same
-optimizer step: no peer waits for it.
+A checkpoint is made of the snapshots that peers keep anyway, all of the same optimizer step: no peer waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.network.directory import Directory
@@ -152,7 +151,7 @@ class Duty:
 
 
 class Names(Protocol):
-    """Tells by their names which states are of the run: where its peers agree, each snapshot carries an entry."""
+    """Tells by their names which states are of the run: each snapshot carries the entry that names it."""
 
     async def check(self, stage: int, state: StageState) -> None:
         """Check a snapshot. Raises InvalidMessage if the stage has not committed it."""
@@ -176,7 +175,7 @@ class CheckpointWriter:
         threads: write the files
         rng: chooses among the peers of a stage
         duty: of this coordinator
-        names: of states; None where peers do not agree
+        names: tell which states are of the run
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class CheckpointWriter:
         threads: Threads,
         rng: random.Random,
         duty: Duty,
-        names: Names | None = None,
+        names: Names,
     ):
         assert plan.store is not None
         self._resolved = resolved
@@ -324,7 +323,7 @@ class CheckpointWriter:
                 weights = Timeline(created_at_round, optimizer_step, created_at_round)
                 states = await self._fetch_all(transport, stages, weights)
                 await self._write(weights, states)
-                if self._names is not None and not self._is_last(optimizer_step):
+                if not self._is_last(optimizer_step):
                     await self._names.saved(states)
                 del states
                 self._done.add((optimizer_step, created_at_round))
@@ -383,7 +382,7 @@ class CheckpointWriter:
             stages.insert(0, stage)
             states[stage] = await self._fetch(transport, stage, weights)
         found = [states[stage] for stage in sorted(states)]
-        if self._names is not None and not self._is_last(weights.first_optimizer_step):
+        if not self._is_last(weights.first_optimizer_step):
             await self._names.check_together(found)
         return found
 
@@ -425,27 +424,25 @@ class CheckpointWriter:
         # Peers of the stage first; peers of other stages may keep its state, too.
         peers = [*view.serving(stage), *(peer for peer in view.peers if peer.stage != stage)]
         donors = [peer.peer_id for peer in peers]
-        created_at_round = weights.created_at_round
-        call = StateIndexCall(manifest=self._resolved.hash, of_stage=stage, created_at_round=created_at_round)
-        names = None
-        if self._names is not None:
-            # The weights of the last step are given as those of a replica.
-            names = None if self._is_last(weights.first_optimizer_step) else self._names
-            step = None if names is None else weights.first_optimizer_step
-            call = StateIndexCall(
-                manifest=self._resolved.hash, of_stage=stage, min_round=created_at_round, optimizer_step=step
-            )
+        # The weights of the last step, which no entry names, are given as those of a replica.
+        is_named = not self._is_last(weights.first_optimizer_step)
+        call = StateIndexCall(
+            manifest=self._resolved.hash,
+            of_stage=stage,
+            min_round=weights.created_at_round,
+            optimizer_step=weights.first_optimizer_step if is_named else None,
+        )
         optimizer_step, max_bytes = weights.first_optimizer_step, max_state_bytes(self._resolved, stage)
         room = self._receiver.of_stage(stage)
 
         async def take(state: StageState) -> None:
             await room.check(state)
-            if self._names is not None and state.round_number != created_at_round:
-                raise InvalidMessage(f"a state of round {state.round_number}; wanted {created_at_round}")
-            if names is not None:
-                await names.check(stage, state)
+            if state.round_number != weights.created_at_round:
+                raise InvalidMessage(f"a state of round {state.round_number}; wanted {weights.created_at_round}")
+            if is_named:
+                await self._names.check(stage, state)
 
-        state = await fetch_state(
+        return await fetch_state(
             transport,
             donors,
             call,
@@ -454,6 +451,5 @@ class CheckpointWriter:
             rng=self._rng,
             take=take,
             room=room,
-            are_holders=names is not None,
+            are_holders=is_named,
         )
-        return state.at_beginning_of(weights) if self._names is None else state

@@ -7,11 +7,10 @@ from math import ceil, isfinite
 
 from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
-from swarm_peer.model.costs import state_bytes
+from swarm_peer.model.costs import SNAPSHOTS_KEPT, state_bytes
 from swarm_peer.policy.planning.performance_model import DOWNLOAD, MEMORY, ROUND_TRIPS, UPLOAD, Prediction
 from swarm_peer.policy.planning.planner import Option, Plan
 from swarm_peer.policy.planning.resources import StageWork
-from swarm_peer.policy.recovery import SNAPSHOTS_KEPT
 
 # A share of a step that is worth a note.
 MUCH_AVERAGING = 0.2

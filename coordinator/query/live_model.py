@@ -30,7 +30,6 @@ from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import first_error
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.token_marks import weight_of
@@ -113,12 +112,7 @@ class LiveModel:
         self._view = SwarmView(manifest.stages.count)
         self._round: int | None = None
         context = _observer_context(resolved, identity, rng)
-        progress = ProgressBook(
-            context=context, incarnation=0, is_author=lambda author: False, on_stranger=lambda author: None
-        )
-        self._pipeline = StageClient(
-            context=context, stage=0, transport=transport, progress=progress, view=lambda: self._view
-        )
+        self._pipeline = StageClient(context=context, stage=0, transport=transport, view=lambda: self._view, work=None)
 
     async def evaluate(self, samples_NS: np.ndarray) -> Evaluation:
         """Mean loss of samples (N, T+1), all with the weights of one round where the run leaves time for it.

@@ -1,4 +1,4 @@
-"""A coordinator's part in a run whose peers agree: its epochs, and the checkpoints that they begin with."""
+"""A coordinator's part in what its run agrees on: epochs, and the checkpoints that they begin with."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 
 import anyio
 
-from coordinator.checkpoints.agreed_giver import AgreedGiver, Offered
 from coordinator.checkpoints.folder import Checkpoint, Fits
+from coordinator.checkpoints.giver import CheckpointGiver, Offered
 from coordinator.checkpoints.run_names import RunNames
 from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.agreed_snapshots import SnapshotTaker
+from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
@@ -51,7 +52,7 @@ class AgreedRun:
         names: tell which states of the run may become checkpoints
     """
 
-    def __init__(self, *, around: Surroundings, giver: AgreedGiver, agreeing: Agreeing, taker: SnapshotTaker):
+    def __init__(self, *, around: Surroundings, giver: CheckpointGiver, agreeing: Agreeing, taker: SnapshotTaker):
         manifest = around.resolved.manifest
         self._rules = rules_of(manifest)
         self._lag = manifest.averaging.rounds_ahead
@@ -79,7 +80,7 @@ class AgreedRun:
             UserError: the file of epochs cannot be read, or there is no room for the checkpoint's states
         """
         context = KeyContext.of(around.resolved, around.dht, around.run_key, around.context)
-        giver = AgreedGiver(
+        giver = CheckpointGiver(
             manifest=around.resolved.manifest,
             context=around.context,
             statements=Statements(context.run_id, context.identity),
@@ -140,7 +141,7 @@ class AgreedRun:
         """Have the run go back to a checkpoint, by the run key.
 
         Args:
-            known_round: the last round that the run has come to, as far as is known
+            known_round: the last round that the run has come to, as far as peers have announced it
 
         Returns:
             the new timeline
@@ -149,6 +150,8 @@ class AgreedRun:
             UserError: there is no room for its states
         """
         entries = await self._giver.give(checkpoint)
-        rounds = checkpoint.round_number, known_round + self._lag, self._agreeing.membership.epoch.restart.first_round
+        # Peers may have come further since. What they have made meanwhile must not seem to be of the new rounds.
+        reached = known_round + MAX_ROUNDS_AHEAD + self._lag
+        rounds = checkpoint.round_number, reached, self._agreeing.membership.epoch.restart.first_round
         self._agreeing.go_back(self._rules.restart(max(rounds), checkpoint.optimizer_step, entries))
         return self.timeline

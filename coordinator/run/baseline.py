@@ -48,18 +48,13 @@ class Baseline:
         device: torch.device | str = "cpu",
         *,
         cache_dir: Path | None = None,
-        agreed: bool = False,
     ):
-        """Make the stages, with the run's initial weights.
-
-        Args:
-            agreed: make the updates of a swarm whose rounds are agreed (docs/protocol.md)
-        """
+        """Make the stages, with the run's initial weights."""
         self.manifest = resolved.manifest
-        make = partial(StageTrainer, resolved, device=device, cache_dir=cache_dir, agreed=agreed)
+        make = partial(StageTrainer, resolved, device=device, cache_dir=cache_dir)
         self.trainers = [make(spec) for spec in resolved.specs]
         self.num_missed = 0
-        self._rounds = [StageRounds([trainer], agreed=agreed) for trainer in self.trainers]
+        self._rounds = [StageRounds([trainer]) for trainer in self.trainers]
 
     def train_step(self, microbatches: Iterable[torch.Tensor], ids: Iterable[bytes] | None = None) -> tuple[float, int]:
         """One optimizer step over token tensors of shape (B, T+1). Returns the mean loss and the number of samples.
@@ -108,27 +103,23 @@ class ReplicatedBaseline:
 
     Where stage-mates average every step, this gives what Baseline gives. Elsewhere it matters which replica computes a
     microbatch, and this is what a swarm is held to.
+
+    Attributes:
+        stages: the replicas of each stage
+        rounds: the ends of each stage's rounds
     """
 
-    def __init__(
-        self,
-        resolved: ResolvedManifest,
-        num_replicas: Sequence[int],
-        device: torch.device | str = "cpu",
-        *,
-        agreed: bool = False,
-    ):
+    def __init__(self, resolved: ResolvedManifest, num_replicas: Sequence[int], device: torch.device | str = "cpu"):
         """Make replicas.
 
         Args:
             num_replicas: of each stage
-            agreed: make the updates of a swarm whose rounds are agreed (docs/protocol.md)
         """
         self.stages = [
-            [StageTrainer(resolved, spec, device=device, agreed=agreed) for _ in range(count)]
+            [StageTrainer(resolved, spec, device=device) for _ in range(count)]
             for spec, count in zip(resolved.specs, num_replicas, strict=True)
         ]
-        self._rounds = [StageRounds(replicas, agreed=agreed) for replicas in self.stages]
+        self.rounds = [StageRounds(replicas) for replicas in self.stages]
 
     def train_step(
         self, microbatches: Sequence[torch.Tensor], orders: Sequence[Sequence[Sequence[int]]]
@@ -140,10 +131,10 @@ class ReplicatedBaseline:
             orders: for each stage, for each of its replicas: the numbers of the microbatches that it computes, in the
                 order in which it adds their gradients. A sum's last digits depend on it
         """
-        ids = [f"{self._rounds[0].num_ended}/{number}".encode() for number in range(len(microbatches))]
+        ids = [f"{self.rounds[0].num_ended}/{number}".encode() for number in range(len(microbatches))]
         orders_of_ids = [[[ids[number] for number in numbers] for numbers in order] for order in orders]
         loss_sum = accumulate(self.stages, dict(zip(ids, microbatches, strict=True)), orders_of_ids)
-        for stage in self._rounds:
+        for stage in self.rounds:
             stage.end()
         data = self.stages[0][0].manifest.data
         return loss_sum / sum(weight_of(each, data) for each in microbatches), sum(map(len, microbatches))
@@ -156,17 +147,17 @@ class StageRounds:
         num_ended: how many rounds have ended
     """
 
-    def __init__(self, replicas: Sequence[StageTrainer], *, agreed: bool):
+    def __init__(self, replicas: Sequence[StageTrainer]):
         """Begin with replicas that have the run's initial weights.
 
         Args:
             replicas: in the order of their peers' ids
-            agreed: whether the delay of updates is the protocol's: round k is computed from W(k-2) then
         """
         manifest = replicas[0].manifest
         self.num_ended = 0
         self._replicas = replicas
-        self._is_delayed = agreed and manifest.averaging.rounds_ahead > 0
+        # Where updates are delayed, round k is computed from W(k-2).
+        self._is_delayed = manifest.averaging.rounds_ahead > 0
         self._last_step = manifest.training.steps
         self._waiting: Sequence[torch.Tensor] | None = None  # the average of the newest round
 

@@ -1,20 +1,19 @@
-"""Where and when a run began, and how far it has come, as its coordinators publish it.
+"""Where and when a run began, and how far it has come, as its coordinators publish it for those who look at the run.
 
-Peers begin there if nothing was computed since. Newcomers that see no other peer learn from it that something was.
+The run's epochs say where it begins: this record follows them. A coordinator that knows no epoch learns from it that
+the run has made steps, so that it must not begin it anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import anyio
 
 from swarm_peer.errors import CallError
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.wire.records import TimelineRecord, timeline_key
 
-# Pause between looks at how far the run is, and at the DHT while it does not answer.
+# Pause between looks at the DHT while it does not answer.
 LOOK_S = 2.0
 
 
@@ -22,14 +21,12 @@ class Beginning:
     """The beginning of one run, as one of its coordinators knows it. Belongs to the event loop's thread.
 
     Args:
-        now_s: Unix time, at which the run begins if no other coordinator began it earlier
+        now_s: Unix time, at which the run begins as long as nobody has told another
 
     Attributes:
-        timeline: the run's first timeline
+        timeline: the run's first timeline, or the one that it was resumed with
         begun_s: Unix seconds at which the run began, or was resumed
-        is_known: whether a record of it, another coordinator's or an own one, has been found in the DHT
-        reached: the latest round that a coordinator has seen the run in, and the optimizer step of its weights
-        told: what the DHT has taken of that from this coordinator
+        reached: the latest round that a coordinator has seen the run in since, and the optimizer step of its weights
     """
 
     def __init__(self, dht: SwarmDHT, run_id: str, now_s: float):
@@ -37,70 +34,36 @@ class Beginning:
         self._run_id = run_id
         self.timeline = FIRST_TIMELINE
         self.begun_s = int(now_s)
-        self.is_known = False
-        self.reached = self.told = 0, 0
-        self._void = 0, 0  # what was seen up to here was before the run was resumed
+        self.reached = 0, 0
 
     async def find(self) -> None:
-        """Find out what another coordinator has published, if the run is under way; wait until the DHT answers."""
-        while not await self.learn():  # noqa: ASYNC110 (nobody tells when the DHT answers again)
+        """Take over what another coordinator has published, if the run is under way; wait until the DHT answers."""
+        while (records := await self._records()) is None:  # noqa: ASYNC110 (nobody tells when it answers again)
             await anyio.sleep(LOOK_S)
+        if (known := records.get(self._run_id)) is not None:
+            self.timeline, self.begun_s, self.reached = known.timeline(), known.begun, known.reached()
 
-    async def learn(self) -> bool:
-        """Take over what another coordinator has published, if that one knows better; returns whether the DHT answers.
-
-        The run may have been resumed since this coordinator began to watch it.
-        """
-        try:
-            records = await self._dht.fetch(timeline_key(self._run_id), TimelineRecord, self._run_id)
-        except CallError:
-            return False
-        known = records.get(self._run_id)
-        self.is_known |= known is not None
-        if known is not None and self._is_better(known.timeline(), known.begun):
-            if known.timeline() != self.timeline:  # the run was resumed: what it had come to before is void
-                self._void, self.reached, self.told = max(self._void, self.reached), (0, 0), (0, 0)
-            self.timeline, self.begun_s = known.timeline(), known.begun
-        if known is not None and known.timeline() == self.timeline:
-            self.reached = max(self.reached, known.reached())
-        return True
-
-    def begin_anew(self, timeline: Timeline, now_s: float) -> None:
-        """Have the run go on from another timeline, by this coordinator's will: what it had come to is void."""
-        self._void, self.reached, self.told = max(self._void, self.reached), (0, 0), (0, 0)
-        self.timeline, self.begun_s = timeline, max(int(now_s), self.begun_s + 1)  # others believe the newer one
-
-    def has_begun_after(self, unix_s: float) -> bool:
-        """Whether somebody is known to have begun or resumed the run after this time."""
-        return self.is_known and self.begun_s > unix_s
-
-    def _is_better(self, timeline: Timeline, begun_s: int) -> bool:
-        if timeline == self.timeline:
-            return begun_s < self.begun_s  # a coordinator that found no record takes the run for new
-        if FIRST_TIMELINE in (timeline, self.timeline):
-            return self.timeline == FIRST_TIMELINE
-        return begun_s > self.begun_s
-
-    async def follow(self, position: Callable[[], tuple[int, int]], seconds: float) -> None:
-        """Note for a while how far the run is; only until its first step, if nobody has been told of one.
-
-        Newcomers must hear of that step: from then on they do not begin anew.
+    def follow(self, timeline: Timeline, begun_s: int) -> None:
+        """Take over where the run's epochs say that it began, or was resumed: what it had come to before is void.
 
         Args:
-            position: the round that this coordinator sees the run in, and its optimizer step
+            begun_s: when the newest term of its epochs began, which may be one of the same beginning
         """
-        with anyio.move_on_after(seconds):
-            while True:
-                await anyio.sleep(LOOK_S)
-                self.see(*position())
-                if self.reached != (0, 0) and self.told == (0, 0):
-                    return
+        if timeline == self.timeline:
+            self.begun_s = min(self.begun_s, begun_s)
+        else:
+            self.timeline, self.begun_s, self.reached = timeline, begun_s, (0, 0)
+
+    async def learn(self) -> None:
+        """Take over how far other coordinators have seen the run come."""
+        known = (await self._records() or {}).get(self._run_id)
+        if known is not None and known.timeline() == self.timeline:
+            self.reached = max(self.reached, known.reached())
 
     def see(self, round_number: int, optimizer_step: int) -> None:
         """Note that this coordinator has seen the run in a round."""
-        seen = round_number, optimizer_step
-        if seen > self._void:
-            self.reached = max(self.reached, seen)
+        if round_number > self.timeline.first_round:
+            self.reached = max(self.reached, (round_number, optimizer_step))
 
     def record(self) -> TimelineRecord:
         """The record that this coordinator publishes."""
@@ -111,3 +74,10 @@ class Beginning:
             reached_round=self.reached[0],
             reached_optimizer_step=self.reached[1],
         )
+
+    async def _records(self) -> dict[str, TimelineRecord] | None:
+        """The records of the run; None if the DHT does not answer."""
+        try:
+            return await self._dht.fetch(timeline_key(self._run_id), TimelineRecord, self._run_id)
+        except CallError:
+            return None

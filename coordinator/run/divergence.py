@@ -16,8 +16,8 @@ from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.standstill import Standstill
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.context import Threads
 

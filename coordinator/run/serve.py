@@ -38,7 +38,6 @@ from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import count_logged_errors, serve_metrics
 from swarm_peer.runtime.host.ports import PortTaken
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
-from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.assignments import find_end
 from swarm_peer.runtime.network.bootstrap import Entrance, parse_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -88,8 +87,7 @@ async def _join_and_serve(
     own_path = options.output / STANDBY_IDENTITY if options.standby else key_path
     is_resumed = options.plan.resume is not None
     run_key = Identity.load_or_create(key_path)
-    knows_epochs = is_agreed() and EpochsFile(options.output, run_key.peer_id).is_of_begun_run
-    can_begin = is_resumed or knows_epochs
+    can_begin = is_resumed or EpochsFile(options.output, run_key.peer_id).is_of_begun_run
     must_be_known = options.standby or (not can_begin and has_begun(options.output))
     is_private = resolved.manifest.admission == "invite"
     invite = coordinator_invite(run_key) if is_private else None

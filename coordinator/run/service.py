@@ -17,9 +17,8 @@ from anyio.abc import TaskGroup
 
 from coordinator.checkpoints.fetching import fetch_states, newest_position
 from coordinator.checkpoints.folder import Checkpoint, Fits
-from coordinator.checkpoints.giver import CheckpointGiver, tell_changes
 from coordinator.checkpoints.model_folder import NO_TOKENIZER, export_states
-from coordinator.checkpoints.resumed import note_resumed
+from coordinator.checkpoints.resumed import note_resumed, tell_changes
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.writer import CheckpointWriter, Duty
 from coordinator.run.address_files import COORDINATOR, KnownPeers, write_addresses
@@ -53,7 +52,6 @@ from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.scratch import scratch_folder
-from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.transport import Transport
@@ -78,9 +76,6 @@ RUN_LIFETIME_S = 24 * 3600.0
 PUBLISH_RUN_S = 60.0
 # Peers and standbys find the end only while a node keeps it, and do not ask one for some 20 s that did not answer once.
 LINGER_S = 30.0
-
-# Gives checkpoints to peers, those that agree among them.
-Giver = CheckpointGiver | AgreedRun
 
 
 class RunService:
@@ -164,9 +159,9 @@ class RunService:
                 anyio.create_task_group() as tasks,
             ):
                 tasks.start_soon(self._dht.watch)
-                giver = await self._find_beginning(transport, tasks, files, scratch)
-                coordination = await self._begin(transport, tasks, files)
-                was_saved = was_saved and not self._beginning.has_begun_after(files.written_s)
+                agreed = await self._agree(transport, tasks, files, scratch)
+                coordination = await self._begin(transport, tasks, files, agreed)
+                was_saved = was_saved and self.begun_s <= files.written_s  # or it was resumed since
                 saved, failure = False, None
                 while not saved and self.ended is None:
                     await self._look_at_run(files, coordination)
@@ -175,7 +170,7 @@ class RunService:
                         if coordination.acts and (was_saved or self.watch.has_finished):
                             saved = was_saved or await self._export(transport, files)
                         elif coordination.acts:
-                            await self._look_for_divergence(giver, files)
+                            await self._look_for_divergence(agreed, files)
                     except Diverged as error:
                         self.ended, failure = error.reason, error
                     await anyio.sleep(0 if saved else RUN_LOOK_S)
@@ -191,7 +186,7 @@ class RunService:
             raise SwarmError("the run was ended before its model was saved: export one of its checkpoints")
         return saved
 
-    async def _look_for_divergence(self, giver: Giver, files: RunFiles) -> None:
+    async def _look_for_divergence(self, agreed: AgreedRun, files: RunFiles) -> None:
         """Have the run go back to its last good checkpoint if its weights have diverged.
 
         Raises:
@@ -204,17 +199,17 @@ class RunService:
             step = min(step, files.optimizer_step_at(self.watch.seen_s - found.since_s))
         checkpoint = await self._divergence.choose(found, self._beginning.timeline, step, self._fits(files))
         try:
-            await self._go_back(checkpoint, giver, files)
+            await self._go_back(checkpoint, agreed, files)
         except UserError as error:
             why = f"{in_words(found)}; and it cannot go back, since {error}"
             raise await self._divergence.failure(self._beginning.timeline, self._fits(files), why) from error
 
-    async def _go_back(self, checkpoint: Checkpoint, giver: Giver, files: RunFiles) -> None:
-        """Have the run go on from a checkpoint: the peers of stage 0 find that, and have the others follow."""
+    async def _go_back(self, checkpoint: Checkpoint, agreed: AgreedRun, files: RunFiles) -> None:
+        """Have the run go on from a checkpoint, in a new term of its epochs."""
         newest = max(newest_position(self.watch.view).round_number, self.watch.round_number + 1)
-        timeline = await giver.resume(checkpoint, newest)
+        timeline = await agreed.resume(checkpoint, newest)
         note_resumed(self._options.output, checkpoint, timeline)
-        self._beginning.begin_anew(timeline, self._context.clock.unix_s())
+        self._beginning.follow(timeline, agreed.begun_s)
         await self._publish_run()
         back = f"goes back to its checkpoint of optimizer step {checkpoint.optimizer_step}"
         files.tell("rewound", f"The run's weights have diverged, and it {back}.")
@@ -240,23 +235,6 @@ class RunService:
             on_line=self._events.on_line,
             promises=self._options.promises,
         )
-
-    async def _find_beginning(self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path) -> Giver:
-        """Find out or decide where the run begins, and give checkpoints to its peers from now on."""
-        plan = self._options.plan
-        if is_agreed():
-            return await self._agree(transport, tasks, files, scratch)
-        giver = CheckpointGiver(self.manifest, self._context, scratch)
-        if plan.resume is not None:
-            self._beginning.timeline = await giver.resume(plan.resume, files.round_number)
-        else:
-            await self._beginning.find()
-            tasks.start_soon(self._give_again, giver, files)
-        self._go_on_from(files)
-        await transport.serve(giver.dispatcher)
-        if plan.store is not None:
-            tasks.start_soon(giver.give_when_lost, transport, plan.store, self._fits(files), self.watch)
-        return giver
 
     async def _agree(self, transport: Transport, tasks: TaskGroup, files: RunFiles, scratch: Path) -> AgreedRun:
         """Find the run's epochs or begin them, and take part in agreement from now on."""
@@ -285,7 +263,7 @@ class RunService:
 
     def _follow_epochs(self) -> None:
         if self._agreed is not None:
-            self._beginning.timeline, self._beginning.begun_s = self._agreed.timeline, self._agreed.begun_s
+            self._beginning.follow(self._agreed.timeline, self._agreed.begun_s)
 
     def _go_on_from(self, files: RunFiles) -> None:
         """Have the watch go on from where the run stands, as far as it is known before any peer has told."""
@@ -293,24 +271,18 @@ class RunService:
             tell_changes(resumed, self.manifest)
             note_resumed(self._options.output, resumed, self._beginning.timeline)
         else:
-            # The DHT forgets the record a day after the last coordinator. Newcomers must not begin the run anew then.
+            # The DHT forgets the record a day after the last coordinator.
             if known := files.lines_since(self._beginning.timeline.first_round):
                 self._beginning.see(files.round_number + 1, files.optimizer_step)
             self.watch.recall(known)
         self.watch.begun_at = max(self._beginning.reached[1], self._beginning.timeline.first_optimizer_step)
-
-    async def _give_again(self, giver: CheckpointGiver, files: RunFiles) -> None:
-        while not self._beginning.is_known:  # noqa: ASYNC110 (nobody tells when the DHT has its record again)
-            await anyio.sleep(RUN_LOOK_S)
-        store = self._options.plan.store
-        await giver.give_again(self._options.output, self._beginning.timeline, store, self._fits(files))
 
     def _is_of_run(self, files: RunFiles, optimizer_step: int, round_number: int) -> bool:
         """Whether the run has come to a step in a round since it was begun or resumed, and has not gone back since."""
         is_later = round_number > self._beginning.timeline.first_round
         return is_later and files.has_made(optimizer_step, round_number - 1)
 
-    async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles) -> Coordination:
+    async def _begin(self, transport: Transport, tasks: TaskGroup, files: RunFiles, agreed: AgreedRun) -> Coordination:
         """Publish the run, and start what goes on beside the looks at it."""
         await self._publish_run()
         tasks.start_soon(self._keep_published)
@@ -337,7 +309,7 @@ class RunService:
                     tell=partial(files.tell, "checkpoint"),
                     promises=self._options.promises,
                 ),
-                names=None if self._agreed is None else self._agreed.names,
+                names=agreed.names,
             )
             tasks.start_soon(self._writer.run, transport)
         tasks.start_soon(drop_silent_peers, transport, self._directory, self.manifest.hash)
@@ -438,9 +410,8 @@ class RunService:
             self._options.promises.broken("not all peers know that the run is over", told)
 
     async def _publish_run(self) -> None:
-        """Publish the timeline first: peers join when they have the manifest, and wait for the timeline."""
-        if await self._store_for_run(timeline_key(self._run_id), record := self._beginning.record()):
-            self._beginning.told = record.reached()
+        """Publish the run: its timeline first, since peers that find the manifest may look for that."""
+        await self._store_for_run(timeline_key(self._run_id), self._beginning.record())
         await self._store_for_run(MANIFESTS_KEY, ManifestRecord(manifest=self.manifest.canonical_json().decode()))
         await self._tell_revocations()
 
@@ -451,15 +422,13 @@ class RunService:
     async def _store_for_run(self, key: str, record: Record) -> bool:
         return await self._dht.store(key, record, self._run_id, RUN_LIFETIME_S, signer=self._run_key)
 
-    def _position(self) -> tuple[int, int]:
-        return self.watch.round_number + 1, self.watch.optimizer_step
-
     async def _keep_published(self) -> None:
         while True:
-            await self._beginning.follow(self._position, PUBLISH_RUN_S)
+            await anyio.sleep(PUBLISH_RUN_S)
+            self._beginning.see(self.watch.round_number + 1, self.watch.optimizer_step)
+            await self._beginning.learn()
             await self._dht.learn_revocations(self._run_id)  # another coordinator may have a newer list
-            if self._agreed is not None or await self._beginning.learn():
-                await self._publish_run()
+            await self._publish_run()
 
     async def _export(self, transport: Transport, files: RunFiles) -> bool:
         """Save the model, if peers give their states and the disk takes it; returns whether it is saved.

@@ -5,10 +5,9 @@ from __future__ import annotations
 import anyio
 
 from swarm_peer.errors import CallError, CallTimeout, PeerUnreachable
-from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.wire.messages import AgreeCall, ListSnapshotsCall
+from swarm_peer.wire.messages import AgreeCall
 
 LOOK_S = 2.0
 PROBE_TIMEOUT_S = 3.0
@@ -16,7 +15,7 @@ PROBE_TIMEOUT_S = 3.0
 
 async def drop_silent_peers(transport: Transport, directory: Directory, manifest_hash: str) -> None:
     """Call peers that have missed an announcement, and drop those that cannot be reached; for ever."""
-    call = (AgreeCall if is_agreed() else ListSnapshotsCall)(manifest=manifest_hash)
+    call = AgreeCall(manifest=manifest_hash)
 
     async def ask(peer_id: str, serial: int) -> None:
         try:

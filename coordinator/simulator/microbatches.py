@@ -9,6 +9,7 @@ fill again.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Generator
 from typing import Any
 
@@ -19,7 +20,6 @@ from coordinator.simulator.flow import FlowSwarm
 from coordinator.simulator.network import Links, Network
 from coordinator.simulator.options import MicrobatchOptions
 from swarm_peer.policy.in_flight_window import InFlightWindow
-from swarm_peer.policy.progress_counter import ProgressCounter, RoundCount
 from swarm_peer.policy.view import Life, PeerState, PeerView
 
 # Of a microbatch's compute; the backward pass is twice the forward pass.
@@ -47,7 +47,7 @@ class _Device:
 
 
 class Rounds:
-    """The progress of the run by rounds. Claims and counts are known to all at once; live, that takes a call.
+    """The progress of the run by rounds. All know at once what is granted and counted; live, that takes a call.
 
     Attributes:
         changed: event of the next moment at which more peers may launch; a new one each time
@@ -58,39 +58,37 @@ class Rounds:
         self._env = env
         self._global_batch = global_batch
         self._averaging_s = averaging_s
-        self._ledger = ProgressCounter(global_batch or 0)
+        self._claimed: Counter[Life] = Counter()
+        self._counted: Counter[Life] = Counter()
         self._ending = False
         self.changed = env.event()
         self.num_done = 0
 
-    def may_launch(self, author: Life, live: Collection[str]) -> bool:
-        """Whether an author may launch a microbatch now."""
+    def may_launch(self, live: Collection[Life]) -> bool:
+        """Whether a microbatch of the batch is left to launch."""
         if self._global_batch is None:
             return True
-        return not self._ending and self._ledger.may_claim(self.num_done, author, live, 1)
+        # Others launch what a peer that is gone has not finished.
+        taken = sum((self._claimed if life in live else self._counted)[life] for life in self._claimed)
+        return not self._ending and taken < self._global_batch
 
     def claim(self, author: Life) -> None:
         """Note that an author has launched a microbatch."""
-        self._grow(author, claimed=1)
+        self._claimed[author] += 1
 
     def count(self, author: Life) -> None:
         """Note that the gradient of a microbatch has come back to its author."""
-        self._grow(author, samples=1)
-        if self._global_batch is not None and not self._ending and self._ledger.is_full(self.num_done):
+        self._counted[author] += 1
+        if self._global_batch is not None and not self._ending and self._counted.total() >= self._global_batch:
             self._ending = True
             self._env.process(self._end())
-
-    def _grow(self, author: Life, samples: int = 0, claimed: int = 0) -> None:
-        if self._global_batch is None:
-            return
-        own = self._ledger.count_of(self.num_done, author)
-        self._ledger.merge(self.num_done, author, RoundCount(own.samples + samples, own.claimed + claimed))
 
     def _end(self) -> Generator[simpy.Event, Any, None]:
         # Claims never exceed the global batch, so after its last gradient nothing that counts is in flight.
         yield self._env.timeout(self._averaging_s)
         self.num_done += 1
-        self._ledger.forget_before(self.num_done)
+        self._claimed.clear()
+        self._counted.clear()
         self._ending = False
         self.notify()
 
@@ -161,8 +159,8 @@ class MicrobatchSwarm:
         while self._is_here(peer_id, device):
             size = self._options.window or window.size()
             steps = self._options.global_batch is not None
-            live = [peer.peer_id for peer in self._refresh_serving()[0]] if steps else []
-            while len(flying) < size and self.rounds.may_launch(device.author, live):
+            live = [self._devices[peer.peer_id].author for peer in self._refresh_serving()[0]] if steps else []
+            while len(flying) < size and self.rounds.may_launch(live):
                 self.rounds.claim(device.author)
                 flying.add(self._env.process(self._trip(peer_id, device, window)))
             finished = yield simpy.AnyOf(self._env, [*flying, self.rounds.changed])

@@ -36,6 +36,8 @@ FP32_LOGIT_GRADIENTS = 2
 BACKWARD_SHARE = 0.3
 # A peer keeps the replies of this many times as many microbatches as it holds at once, for callers that ask again.
 REPLIES_KEPT = 2
+# Snapshots of each stage that a peer keeps: another may still be downloading the one before the newest.
+SNAPSHOTS_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

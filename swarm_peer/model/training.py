@@ -62,7 +62,6 @@ class StageTrainer:
         blank: have trained weights of zeros, until load_state() or restart(): where others give the state, making or
             reading the initial ones would be for nothing
         hollow: have no frozen weights either, and compute nothing: for state_template() alone
-        agreed: whether rounds are agreed (docs/protocol.md)
 
     Raises:
         UserError: pretrained weights that cannot be read or do not fit
@@ -85,7 +84,6 @@ class StageTrainer:
         cache_dir: Path | None = None,
         blank: bool = False,
         hollow: bool = False,
-        agreed: bool = False,
     ):
         manifest = resolved.manifest
         self.manifest = manifest
@@ -107,8 +105,7 @@ class StageTrainer:
         adapts = manifest.model.adapter is not None
         self._initial = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if adapts}
         self.optimizer = make_optimizer(manifest.optimizer, self.trained)
-        self._agreed = agreed
-        self.strategy = strategy_of(manifest.averaging, agreed=agreed)(self)
+        self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
         own_scale = FP16_SCALE if manifest.model.precision == "fp16" else 1.0
         self.loss_scale = max(own_scale, find_codec(manifest.wire.gradients).scale)
@@ -259,18 +256,13 @@ class StageTrainer:
 
         Zeros where nothing is accumulated; weigh it by `weight` when averaging with others.
         """
-        sums, weight = self.gradient_sums()
-        if weight == 0:
-            return [torch.zeros_like(total) for total in sums]
-        return [total.div_(weight / self._full_weight * self.loss_scale) for total in sums]
-
-    def gradient_sums(self) -> tuple[list[Tensor], int]:
-        """The accumulated gradients (CPU copies, fp32) and their weight, for a stage-mate."""
+        if self.weight == 0:
+            return [torch.zeros(p.shape) for p in self.trained.values()]
         sums = [
             torch.zeros(p.shape) if p.grad is None else p.grad.to("cpu", torch.float32, copy=True)
             for p in self.trained.values()
         ]
-        return sums, self.weight
+        return [total.div_(self.weight / self._full_weight * self.loss_scale) for total in sums]
 
     @property
     def weight(self) -> int:
@@ -282,17 +274,6 @@ class StageTrainer:
         samples, targets = self._seen
         return max(round(weight * samples / targets), min(weight, 1)) if self._has_marks else weight
 
-    @torch.no_grad()
-    def add_gradients(self, sums: Sequence[Tensor], weight: int) -> None:
-        """Add the gradients that a stage-mate has accumulated in the same round."""
-        assert [g.shape for g in sums] == self.shapes, "gradients of another stage"
-        for parameter, total in zip(self.trained.values(), sums, strict=True):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad += total.to(self.device)
-        self.num_samples += self.samples_of(weight)
-        self.num_targets += weight if self._has_marks else 0
-
     def apply(self, averages: Sequence[Tensor]) -> StepResult:
         """End a round with what stage-mates have averaged, or nothing where they did not, and clear the accumulator.
 
@@ -301,7 +282,6 @@ class StageTrainer:
         """
         result = self.strategy.end_round(averages)
         self._enter(self.optimizer_step + 1)
-        self.strategy.begin_round()
         return result
 
     @torch.no_grad()
@@ -384,29 +364,20 @@ class StageTrainer:
         return weights | optimizer_state_template(self.optimizer, self.trained) | kept
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int, *, keeps_work: bool = False) -> int:
+    def load_state(self, tensors: Mapping[str, Tensor], optimizer_step: int) -> None:
         """Take over a state() of that optimizer step; accumulated gradients are dropped.
-
-        Args:
-            keeps_work: as for RoundStrategy.load_state. After a rewind, an earlier period's would pass for read again
-
-        Returns:
-            the samples whose work is lost
 
         Raises:
             InvalidMessage: names, types, shapes or values that do not fit this stage; nothing has changed then
         """
         check_state(tensors, self.state_template())
         entries = {name: tensors[f"{STRATEGY_PREFIX}{name}"].clone() for name in self.strategy.state()}
-        period = self.manifest.averaging.steps_per_average
-        keeps_work &= optimizer_step // period == self.optimizer_step // period
-        num_lost = self.strategy.load_state(entries, keeps_work=keeps_work)
+        self.strategy.load_state(entries)
         for name, parameter in self.trained.items():
             parameter.copy_(tensors[name])
         self.strategy.begin_from_weights()
         load_optimizer_state(self.optimizer, self.trained, tensors)
         self._enter(optimizer_step)
-        return num_lost
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what stage-mates hold alike of a state() of the same step, from one of them.
@@ -434,7 +405,7 @@ class StageTrainer:
         for name, parameter in self.trained.items():
             parameter.copy_(initial[name])
         self.optimizer = make_optimizer(self.manifest.optimizer, self.trained)
-        self.strategy = strategy_of(self.manifest.averaging, agreed=self._agreed)(self)
+        self.strategy = strategy_of(self.manifest.averaging)(self)
         self._enter(0)
 
     @contextmanager

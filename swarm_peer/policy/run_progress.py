@@ -13,7 +13,7 @@ MAX_ROUND = 2**40 - 1
 # further ahead. A smaller lie wastes round numbers, and the time of newcomers, which idle until the run gets there.
 MAX_ROUNDS_AHEAD = 500
 # The last round that a report from stage 0 may tell of: messages must carry the rounds after it, too, in which the run
-# goes on or is resumed. No honest run comes so far (policy/recovery.py: MIN_ROUNDS_LEFT).
+# goes on or is resumed. No honest run comes so far.
 LAST_BELIEVED_ROUND = MAX_ROUND - MAX_ROUNDS_AHEAD
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from swarm_peer.policy.lineage import Descent, extend_lineage
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 
 
 class Phase(Enum):
@@ -21,13 +20,12 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """One replica's place in the run. The step loop publishes it; nobody keeps a copy of what it says.
+    """One replica's place in the run. Its workplace publishes it; nobody keeps a copy of what it says.
 
     Attributes:
         timeline: the unbroken line of updates that led to the weights
-        history_hash: digest of these updates
-        lineage: tells the updates that led here apart from those of others (policy/lineage.py)
-        lag: updates of earlier rounds that these weights have yet to have, where rounds are agreed
+        history_hash: of the entry of the stage's log that the weights embody
+        lag: updates of earlier rounds that these weights have yet to have
         ledger: at stage 0, the samples that these updates have counted, encoded
         weights_version: that of the trainer (StageTrainer.weights_version) while it holds these weights
         began_s: when the replica began the round, on the context's clock
@@ -36,7 +34,6 @@ class StepState:
     round_number: int = 0
     timeline: Timeline = FIRST_TIMELINE
     history_hash: str = ""
-    lineage: bytes = b""
     lag: int = 0
     ledger: bytes = b""
     weights_version: int = -1
@@ -47,23 +44,3 @@ class StepState:
     def optimizer_step(self) -> int:
         """How many updates the weights have had."""
         return self.timeline.optimizer_step_at(self.round_number) - self.lag
-
-    @property
-    def descent(self) -> Descent:
-        """Where the weights come from."""
-        return Descent(self.optimizer_step, self.history_hash, self.lineage)
-
-    @property
-    def next_lineage(self) -> bytes:
-        """The lineage of the weights after the next update."""
-        return extend_lineage(self.lineage, self.history_hash)
-
-    @property
-    def begins_timeline(self) -> bool:
-        """Whether no round of the same timeline came before."""
-        return self.round_number == self.timeline.first_round
-
-    @property
-    def created_at_round(self) -> int:
-        """The first round that ever began with these weights."""
-        return self.timeline.creation_round(self.round_number)

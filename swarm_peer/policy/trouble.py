@@ -39,11 +39,6 @@ class Trouble(str, Enum):
     NO_SNAPSHOTS = "no_snapshots"
 
     @property
-    def is_of_weights(self) -> bool:
-        """Whether the weights are broken, so that waiting mends nothing."""
-        return self in (Trouble.DIVERGED, Trouble.NO_UPDATES)
-
-    @property
     def holds_up(self) -> bool:
         """Whether a peer in this trouble does none of its work."""
         return self not in (Trouble.DATA_UNREAD, Trouble.NO_SNAPSHOTS)

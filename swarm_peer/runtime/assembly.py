@@ -3,54 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from swarm_peer.errors import CallError
 from swarm_peer.model.costs import REPLIES_KEPT
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.trouble import UpdateRecord
+from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.log import Log
+from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
-from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.launcher import BatchLauncher, CountedHook
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.data.slices import SliceReader
 from swarm_peer.runtime.host.preparation import microbatch_capacity
+from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.network.gossip import Gossip
-from swarm_peer.runtime.network.progress import ProgressBook
-from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
-from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
+from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import StageClient
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.stage.time_meter import TimeMeter
-from swarm_peer.runtime.state.index import digest_weights
-from swarm_peer.runtime.state.own_work import OwnWork
-from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
+from swarm_peer.runtime.state.snapshots import SnapshotKeeper, SnapshotTaker
 from swarm_peer.runtime.state.state_server import StateServer
-from swarm_peer.runtime.state.timeline_watch import TimelineWatch
+from swarm_peer.runtime.state.states import StageMates, StageSources
 from swarm_peer.runtime.step.averaging import GradientAverager
-from swarm_peer.runtime.step.barrier import Barrier
-from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.settlement import StageGroup
-from swarm_peer.runtime.step.step_loop import StepLoop
+from swarm_peer.runtime.step.cut_averager import CutAverager
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.giving import Giving
+from swarm_peer.runtime.step.round_reports import RoundReports
+from swarm_peer.runtime.step.workplace import StageWorkplace
 from swarm_peer.wire.messages import Body
-from swarm_peer.wire.records import TimelineRecord, timeline_key
-
-# Each has had a warrant of the run's key; but the DHT keeps the records of those that are gone, for a while.
-COORDINATORS_ASKED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class PeerParts:
         device: what the device thread computes on
         dispatcher: answers the calls of other peers
         snapshots: the snapshots of any stage that this peer keeps
-        own_work: what this peer brought to the updates of each stage that it has served, by stage
+        agreement: this peer's part in it
     """
 
     context: PeerContext
@@ -71,27 +70,29 @@ class PeerParts:
     transport: Transport
     dispatcher: CallDispatcher
     directory: Directory
-    snapshots: SnapshotStore
-    own_work: dict[int, OwnWork] = field(default_factory=dict)
+    snapshots: NamedSnapshots
+    agreement: Agreement
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaParts:
-    """The parts of one replica that `StageReplica` works with.
+    """The parts of one replica that `Replica` works with.
 
     Attributes:
-        launcher: of stage 0 alone
+        launcher, pool: of stage 0 alone
         calls: the handlers of other peers' calls for this stage
     """
 
     core: ReplicaCore
-    swarm: SwarmAccess
-    step_loop: StepLoop
-    recovery: Recovery
-    timeline_watch: TimelineWatch
-    snapshot_keeper: SnapshotKeeper
+    driver: RoundDriver
+    giving: Giving
+    sources: StageSources
     state_server: StateServer
-    launcher: MicrobatchLauncher | None
+    keeper: SnapshotKeeper
+    reports: RoundReports
+    updates: UpdateRecord
+    launcher: BatchLauncher | None
+    pool: SamplePool | None
     calls: Mapping[type[Body], Handler]
 
 
@@ -108,137 +109,157 @@ class StageData:
     held_out: npt.NDArray[np.int32]
 
 
+class Neighbours:
+    """The peers that announce themselves; of those that serve, the ones that have a place there."""
+
+    def __init__(self, peer: PeerParts):
+        self._peer = peer
+        self._made: tuple[SwarmView, Epoch, SwarmView] | None = None
+
+    def view(self) -> SwarmView:
+        """The swarm as this peer knows it now."""
+        known, epoch = self._peer.directory.view, self._peer.agreement.core.epoch
+        if self._made is None or self._made[0] is not known or self._made[1] is not epoch:
+            placed = {(place.seat.peer, place.stage) for place in epoch.places}
+            peers = (
+                peer
+                for peer in known.peers
+                if peer.state is not PeerState.SERVING or (peer.peer_id, peer.stage) in placed
+            )
+            self._made = known, epoch, replace(known, peers=tuple(peers))
+        return self._made[2]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
     """Makes the parts of one replica out of these.
 
     Attributes:
-        incarnation: which life of this peer it is
         data: None at other stages than the first
         counted: told of each microbatch that a stage-0 peer counts; for tests
     """
 
     peer: PeerParts
     trainer: StageTrainer
-    incarnation: int
     data: StageData | None
     counted: CountedHook | None = None
 
+    @property
+    def _stage(self) -> int:
+        return self.trainer.spec.index
+
     def assemble(self) -> ReplicaParts:
         """Make all parts. None of them does anything before it is run."""
-        context, directory, spec = self.peer.context, self.peer.directory, self.trainer.spec
-        time = TimeMeter(clock=context.clock, busy_s=self.peer.device_thread.busy_s)
-        rounds = RoundBook(context.changed, time.enter)
-        progress = ProgressBook(
+        context, agreement, transport = self.peer.context, self.peer.agreement, self.peer.transport
+        stage, shapes, updates = self._stage, self.trainer.shapes, UpdateRecord()
+        neighbours = Neighbours(self.peer)
+        work = RoundWork(agreement=agreement, stage=stage)
+        core = self._make_core(work, neighbours)
+        averager = GradientAverager(context=context, stage=stage, shapes=shapes, transport=transport)
+        taker, keeper = self._make_keeper()
+        sources = StageSources(
             context=context,
-            incarnation=self.incarnation,
-            is_author=directory.is_author,
-            on_stranger=lambda _: directory.look_soon(),
-            step=lambda: rounds.step,
-        )
-        core = self._make_core(rounds, progress, time)
-        averager = GradientAverager(
-            context=context,
-            stage=spec.index,
-            shapes=self.trainer.shapes,
-            transport=self.peer.transport,
-        )
-        barrier = self._make_barrier(core, progress)
-        group = self._make_group(rounds, averager, barrier)
-        leases = self._make_leases(progress, core.admission) if spec.is_first else None
-        swarm = self._make_swarm_access(progress, barrier, leases)
-        state_server = StateServer(context=context, core=core)
-        handover = GradientHandover(context=context, core=core, swarm=swarm, barrier=barrier)
-        own_work = OwnWork(
-            averaging=context.resolved.manifest.averaging, metrics=context.metrics, snapshots=self.peer.snapshots
-        )
-        step_loop = StepLoop(
-            context=context,
+            transport=transport,
+            trainer=self.trainer,
             core=core,
-            swarm=swarm,
-            group=group,
-            state_server=state_server,
-            own_work=self.peer.own_work.setdefault(spec.index, own_work),
-            handover=handover,
-            leases=leases,
+            mates=self._make_mates(),
+            num_slices=self.data.reader.num_slices() if self.data is not None else None,
+            snapshots=taker,
         )
-        snapshot_keeper = SnapshotKeeper(
-            context=context, stage=spec.index, swarm=swarm, state_server=state_server, snapshots=self.peer.snapshots
+        workplace = StageWorkplace(context=context, core=core, updates=updates, copied=keeper.take)
+        reports = RoundReports(context=context, stage=stage, result=lambda: workplace.result)
+        driver = RoundDriver(
+            agreement=agreement,
+            stage=stage,
+            workplace=workplace,
+            averager=CutAverager(averager),
+            sources=sources,
+            changed=context.changed,
+            ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),
+            lost=reports.lose,
+        )
+        state_server = StateServer(context=context, core=core, kept=lambda number: _kept_by(driver, number))
+        giving = Giving(
+            context=context, agreement=agreement, transport=transport, driver=driver, stage=stage, shapes=shapes
         )
         server = StageServer(
-            context=context, core=core, progress=progress, view=lambda: directory.view, serves=directory.serves
+            context=context,
+            core=core,
+            view=neighbours.view,
+            serves=self.peer.directory.serves,
+            saw_stranger=self.peer.directory.look_soon,
+            work=work,
         )
-        calls = server.calls | barrier.calls | group.calls | averager.calls | swarm.gossip.calls
-        calls |= handover.calls | step_loop.rewinds.calls | ({} if leases is None else leases.calls)
+        launcher, pool = self._make_launcher(core, driver, neighbours)
         return ReplicaParts(
             core=core,
-            swarm=swarm,
-            step_loop=step_loop,
-            recovery=self._make_recovery(swarm),
-            timeline_watch=TimelineWatch(context=context, stage=spec.index, swarm=swarm),
-            snapshot_keeper=snapshot_keeper,
+            driver=driver,
+            giving=giving,
+            sources=sources,
             state_server=state_server,
-            launcher=None if leases is None else self._make_launcher(core, swarm, leases),
-            calls=calls,
+            keeper=keeper,
+            reports=reports,
+            updates=updates,
+            launcher=launcher,
+            pool=pool,
+            calls=server.calls | averager.calls | giving.calls,
         )
 
-    def _make_barrier(self, core: ReplicaCore, progress: ProgressBook) -> Barrier:
-        return Barrier(
-            context=self.peer.context,
-            stage=core.stage,
-            rounds=core.rounds,
+    def _member(self) -> Member | None:
+        return self.peer.agreement.core.members.get(self._stage)
+
+    def _donors(self) -> Sequence[str]:
+        """The ids of the stage-mates."""
+        core = self.peer.agreement.core
+        return [seat.peer for seat in core.epoch.roster(self._stage) if seat != core.membership.me]
+
+    def _make_mates(self) -> StageMates:
+        agreement = self.peer.agreement
+        return StageMates(
+            donors=self._donors,
+            newest_log=self._newest_log,
+            ask_for_log=partial(agreement.ask_for_log, self._stage),
+            fears_lies=lambda: agreement.core.epoch.is_divided,
+        )
+
+    def _make_keeper(self) -> tuple[SnapshotTaker, SnapshotKeeper]:
+        context, agreement, snapshots = self.peer.context, self.peer.agreement, self.peer.snapshots
+        taker = SnapshotTaker(
+            context=context,
+            threads=context.threads,
             transport=self.peer.transport,
-            progress=progress,
-            view=lambda: self.peer.directory.view,
-            on_other_timeline=core.admission.saw_other_timeline,
+            agreement=agreement,
+            snapshots=snapshots,
+            holders=self._holders,
+        )
+        return taker, SnapshotKeeper(
+            context=context, stage=self._stage, agreement=agreement, snapshots=snapshots, taker=taker
         )
 
-    def _make_recovery(self, swarm: SwarmAccess) -> Recovery:
-        directory = self.peer.directory
-        return Recovery(
-            context=self.peer.context,
-            stage=self.trainer.spec.index,
-            swarm=swarm,
-            snapshots=self.peer.snapshots,
-            unreached=directory.unreached,
-            furthest=directory.furthest,
-        )
+    def _holders(self) -> Sequence[str]:
+        """The ids of all peers that may have a snapshot."""
+        placed = {seat.peer for seat in self.peer.agreement.core.epoch.seats}
+        return sorted(placed | {peer.peer_id for peer in self.peer.directory.view.peers})
 
-    async def _beginning(self) -> TimelineRecord:
-        """The timeline that the run began with, and how far it has come, by word of the run key.
+    def _newest_log(self) -> Log | None:
+        member = self._member()
+        return member.log if member is not None else self.peer.agreement.core.told.get(self._stage)
 
-        Raises:
-            CallError: the DHT does not answer, or no coordinator has published it yet
-        """
-        run_id = self.peer.context.run_id
-        records = await self.peer.dht.fetch(timeline_key(run_id), TimelineRecord, run_id)
-        if run_id not in records:
-            raise CallError("the run's coordinator has not said where it begins")
-        return records[run_id]
-
-    async def _coordinators(self) -> Sequence[str]:
-        """The coordinators that may live: the first one, whose identity often is the run's key, and the newest."""
-        run_id = self.peer.context.run_id
-        try:
-            terms = await self.peer.dht.fetch_coordination(run_id)
-        except CallError:  # the DHT has logged it
-            return [run_id]
-        return sorted({run_id, *(term.coordinator for term in sorted(terms)[-COORDINATORS_ASKED:])})
-
-    def _make_core(self, rounds: RoundBook, progress: ProgressBook, time: TimeMeter) -> ReplicaCore:
+    def _make_core(self, work: RoundWork, neighbours: Neighbours) -> ReplicaCore:
         context, spec = self.peer.context, self.trainer.spec
+        time = TimeMeter(clock=context.clock, busy_s=self.peer.device_thread.busy_s)
+        rounds = RoundBook(context.changed, time.enter)
         fitting = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
-        capacity = Capacity(fitting)
+        capacity, speed = Capacity(fitting), SpeedMeter(context.metrics)
         next_stage = None
         if not spec.is_last:
             next_stage = StageClient(
                 context=context,
                 stage=spec.index + 1,
                 transport=self.peer.transport,
-                progress=progress,
-                view=lambda: self.peer.directory.view,
+                view=neighbours.view,
+                work=work,
             )
-        speed = SpeedMeter(context.metrics)
         executor = StageExecutor(
             context=context,
             trainer=self.trainer,
@@ -247,6 +268,7 @@ class Assembly:
             next_stage=next_stage,
             capacity=capacity,
             replies_kept=REPLIES_KEPT * fitting,
+            work=work,
         )
         admission = RoundAdmission(capacity=None if spec.is_first else capacity, rounds=rounds, changed=context.changed)
         return ReplicaCore(
@@ -260,70 +282,36 @@ class Assembly:
             time=time,
         )
 
-    def _make_group(self, rounds: RoundBook, averager: GradientAverager, barrier: Barrier) -> StageGroup:
-        return StageGroup(
-            context=self.peer.context,
-            stage=self.trainer.spec.index,
-            rounds=rounds,
-            transport=self.peer.transport,
-            averager=averager,
-            barrier=barrier,
-            digest_weights=lambda: self.peer.device_thread.run(
-                Priority.STEP, lambda: digest_weights(self.trainer.strategy.shared_weights())
-            ),
-            device=self.trainer.device,
-        )
-
-    def _make_leases(self, progress: ProgressBook, admission: RoundAdmission) -> SliceLeases:
+    def _make_launcher(
+        self, core: ReplicaCore, driver: RoundDriver, neighbours: Neighbours
+    ) -> tuple[BatchLauncher, SamplePool] | tuple[None, None]:
+        if self.data is None:
+            return None, None
         context = self.peer.context
-        assert self.data is not None, "stage 0 reads data"
-        return SliceLeases(
+        pool = SamplePool(context=context, reader=self.data.reader)
+        slices = GrantedSlices(pool=pool, member=lambda: driver.member, num_readers=self._num_readers)
+        launcher = BatchLauncher(
             context=context,
-            reader=self.data.reader,
-            pool=SamplePool(context=context, reader=self.data.reader),
-            transport=self.peer.transport,
-            progress=progress,
-            view=lambda: self.peer.directory.view,
-            on_other_timeline=admission.saw_other_timeline,
-        )
-
-    def _make_swarm_access(self, progress: ProgressBook, barrier: Barrier, leases: SliceLeases | None) -> SwarmAccess:
-        directory = self.peer.directory
-
-        def welcome(peer_id: str) -> None:
-            barrier.welcome(peer_id)
-            if leases is not None:
-                leases.welcome(peer_id)
-
-        def dismiss(peer_id: str, serial: int) -> None:
-            directory.drop(peer_id, serial)
-            if leases is not None and directory.view.peer(peer_id) is None:  # else the goodbye is of a former life
-                leases.forget(peer_id)
-
-        gossip = Gossip(
-            manifest_hash=self.peer.context.resolved.hash,
-            transport=self.peer.transport,
-            progress=progress,
-            welcome=welcome,
-            drop=dismiss,
-        )
-        return SwarmAccess(
-            transport=self.peer.transport,
-            progress=progress,
-            gossip=gossip,
-            view=lambda: directory.view,
-            look=directory.refresh_surely,
-            coordinators=self._coordinators,
-            beginning=self._beginning,
-        )
-
-    def _make_launcher(self, core: ReplicaCore, swarm: SwarmAccess, leases: SliceLeases) -> MicrobatchLauncher:
-        assert self.data is not None, "stage 0 reads data"
-        return MicrobatchLauncher(
-            context=self.peer.context,
             core=core,
-            swarm=swarm,
-            leases=leases,
+            slices=slices,
+            member=lambda: driver.member,
+            view=neighbours.view,
             validation=self.data.held_out,
+            look=self.peer.agreement.look,
             counted=self.counted,
         )
+        return launcher, pool
+
+    def _num_readers(self) -> int:
+        return max(1, len(self.peer.agreement.core.epoch.roster(0)))
+
+
+def _kept_by(driver: RoundDriver, round_number: int) -> tuple[str, Sequence[Tensor]] | None:
+    """The averages of a round's entry, with its hash, if the driver keeps them."""
+    if (member := driver.member) is None:
+        return None
+    for committed in member.log.since(round_number)[:1]:
+        averages = driver.updates.get(committed.entry.hash)
+        if averages is not None and committed.entry.cut.round == round_number:
+            return committed.entry.hash, averages
+    return None

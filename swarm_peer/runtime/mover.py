@@ -18,7 +18,8 @@ from swarm_peer.runtime.host.device_errors import is_out_of_memory
 from swarm_peer.runtime.host.preparation import free_device_memory, has_room_beside, microbatch_capacity
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignment
-from swarm_peer.runtime.replica import StageReplica, check_data
+from swarm_peer.runtime.replica import Replica, check_data
+from swarm_peer.runtime.state.joining import prepare
 from swarm_peer.runtime.state.rescue import watch_stages
 
 log = logging.getLogger(__name__)
@@ -46,14 +47,14 @@ class Mover:
         self._directory = parts.directory
         self._lifecycle = lifecycle
         self._counted = counted
-        self._prepared: StageReplica | None = None
+        self._prepared: Replica | None = None
         self._newest_term = NewestTerm()
         self.movable = parts.context.options.stage == "auto"
         self.moving_to = UNDECIDED
         self._failed: set[int] = set()  # stages that it could not get the state of, since it serves its own
         self._num_hub_failures = 0
 
-    def take_prepared(self) -> StageReplica | None:
+    def take_prepared(self) -> Replica | None:
         """Give the replica of the stage that this peer moves to, if it has been prepared. Its move is over then."""
         prepared, self._prepared = self._prepared, None
         self.moving_to = UNDECIDED
@@ -61,7 +62,7 @@ class Mover:
         self._num_hub_failures = 0
         return prepared
 
-    async def obey(self, replica: StageReplica, since: int) -> None:
+    async def obey(self, replica: Replica, since: int) -> None:
         """Move when the run's coordinator says so. Returns once this peer moves, or may not move any more.
 
         Args:
@@ -83,19 +84,19 @@ class Mover:
 
         await self._move_to(replica, assigned, lambda: self.movable)
 
-    async def rescue(self, replica: StageReplica) -> None:
+    async def rescue(self, replica: Replica) -> None:
         """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
-        lost = partial(watch_stages, self._context, replica.parts.swarm.look)
+        lost = partial(watch_stages, self._context, self._directory.refresh_surely)
         await self._move_to(replica, lost, lambda: True)
 
     async def _move_to(
-        self, replica: StageReplica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]
+        self, replica: Replica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]
     ) -> None:
         while may_go() and not await self._move(replica, await next_stage()):
             # A replica that was prepared in vain holds memory until the garbage collector comes.
             await self._context.threads.run(free_device_memory, self._parts.device)
 
-    async def _move(self, replica: StageReplica, stage: int) -> bool:
+    async def _move(self, replica: Replica, stage: int) -> bool:
         """Move to another stage, unless this peer is the last of its own, or cannot serve the other one.
 
         Returns:
@@ -125,7 +126,7 @@ class Mover:
         log.warning("moving from=%d to=%d prepared=%s", replica.stage, stage, prepared is not None)
         return True
 
-    def _stay_for_now(self, replica: StageReplica, stage: int, error: SwarmError) -> None:
+    def _stay_for_now(self, replica: Replica, stage: int, error: SwarmError) -> None:
         log.warning("move_failed stage=%d reason=%s: this peer stays in stage %d", stage, error, replica.stage)
         self.moving_to = UNDECIDED
         self._failed.add(stage)
@@ -137,7 +138,7 @@ class Mover:
         if stage == 0:
             check_data(resolved, options)
 
-    async def _prepare(self, replica: StageReplica, stage: int) -> StageReplica | None:
+    async def _prepare(self, replica: Replica, stage: int) -> Replica | None:
         """Open a replica of another stage and have it get its state, while the present one serves.
 
         Returns:
@@ -162,8 +163,8 @@ class Mover:
             self.moving_to = stage
             await self._directory.announce()
         try:
-            prepared = await StageReplica.open(self._parts, stage, self._counted)
-            await prepared.parts.step_loop.join(prepared.stage_mates())
+            prepared = await Replica.open(self._parts, stage, self._counted)
+            await prepare(self._parts.agreement, stage, prepared.parts.sources)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -172,7 +173,7 @@ class Mover:
             return None
         return prepared
 
-    async def _may_leave(self, replica: StageReplica) -> bool:
+    async def _may_leave(self, replica: Replica) -> bool:
         """Announce that this peer drains, and look whether others serve its stage; if not, take it back."""
         if self._lifecycle.stop.is_set():
             return False  # it was told to end meanwhile

@@ -7,9 +7,9 @@ import logging
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, HubFailed, NotAdmitted, OtherTimeline, UserError
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.errors import CallError, HubFailed, NotAdmitted, UserError
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
+from swarm_peer.protocol.epochs import Certified
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
@@ -19,6 +19,7 @@ from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
+from swarm_peer.runtime.network.agreement import Agreement, find_epochs, ticket_of
 from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
@@ -26,21 +27,20 @@ from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.replica import StageReplica
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
-from swarm_peer.runtime.state.recovery import Start
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
+from swarm_peer.wire.agreement import Statements
 
 log = logging.getLogger(__name__)
 
-# Pause between tries to join a stage.
-JOIN_PAUSE_S = 1.0
-# A peer that was left behind waits for stage-mates that were not, for so many lifetimes of an announcement.
-LEFT_BEHIND_PATIENCE = 8
 # Peers that one which nobody can dial keeps connections to.
 MOST_DIALLED = 256
 # A leaving peer has this long to tell others that it is gone.
 GOODBYE_S = 5.0
+# Others are asked for the run's epochs for so long, and after such a pause once more.
+FIND_EPOCHS_S = 10.0
+FIND_PAUSE_S = 1.0
 
 
 class Peer:
@@ -76,6 +76,7 @@ class Peer:
         self._counted = counted
         self._me = context.identity.peer_id
         self._lifecycle = Lifecycle(context.clock)
+        self._device = device
         self._device_thread = device_thread
         self._directory = Directory(
             manifest=self._manifest,
@@ -88,43 +89,27 @@ class Peer:
         )
         dht.dial_by(self._directory.addresses_of)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
-        snapshots = SnapshotStore(
-            clock=context.clock, threads=context.threads, storage=context.storage, is_member=self._members.include
-        )
-        self._parts = PeerParts(
-            context=context,
-            device=device,
-            device_thread=self._device_thread,
-            dht=dht,
-            transport=transport,
-            dispatcher=CallDispatcher(manifest_hash=context.resolved.hash, calls=snapshots.calls),
-            directory=self._directory,
-            snapshots=snapshots,
-        )
-        self._mover = Mover(parts=self._parts, lifecycle=self._lifecycle, counted=counted)
-        self._replica: StageReplica | None = None  # the one that serves, or is to serve next
+        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
+        self._mover: Mover | None = None
+        self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._moved_from = UNDECIDED
-        # Where its stage-mates are left behind as well, it must not take their state and serve on. They leave, too; but
-        # whoever has left them behind may die before they know, and then theirs is the only state.
-        self._min_round, self._holds_out_until_s = 0, 0.0
-        self._shunned: Timeline | None = None
         self._failure: UserError | None = None
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
-        lifecycle, replica = self._lifecycle, self._replica
+        lifecycle, replica, mover = self._lifecycle, self._replica, self._mover
         about = PeerView(
             peer_id=self._me,
             stage=UNDECIDED,
             state=lifecycle.state,
             name=self._options.name or "",
-            movable=self._mover.movable,
+            movable=self._options.stage == "auto" if mover is None else mover.movable,
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
             too_large=self._context.too_large,
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
-            moving_to=self._mover.moving_to,
+            moving_to=UNDECIDED if mover is None else mover.moving_to,
             is_reachable=self._dht.is_reachable,
             metrics_address=metrics_address(
                 self._options.metrics_host, self._options.metrics_port, self._dht.addresses
@@ -147,7 +132,7 @@ class Peer:
             await ended.wait()
             self._lifecycle.end()
 
-        await self._transport.serve(self._parts.dispatcher, self._directory.drop, self._members.known)
+        await self._transport.serve(self._dispatcher, self._directory.drop, self._members.known)
         try:
             async with anyio.create_task_group() as tasks:
                 for watch in (end, self._dht.watch, self._watch_event_loop, self._leave_on_notice, self._look_for_end):
@@ -155,19 +140,92 @@ class Peer:
                 tasks.start_soon(self._device_thread.watch)
                 tasks.start_soon(self._look_for_revocations)
                 tasks.start_soon(self._keep_dialling)
-                self._replica = await self._open(stage)
-                while self._replica is not None and (next_stage := await self._stay(self._replica)) is not None:
-                    await self._begin_stay(next_stage)
+                if (first := await self._find_epochs()) is not None:
+                    parts = self._make_parts(first)
+                    tasks.start_soon(parts.agreement.run)
+                    await self._stay_in_stages(parts, stage)
                 if self._failure is not None:
                     raise self._failure
                 tasks.cancel_scope.cancel()
         finally:
             self._device_thread.stop()
 
+    # --- the run's epochs
+
+    async def _find_epochs(self) -> list[Certified] | None:
+        """Ask for the run's epochs until somebody knows them; None if this peer is told to end meanwhile."""
+        statements = Statements(self._context.run_id, self._context.identity)
+        has_complained = False
+        while not self._lifecycle.has_ended:
+            await self._directory.announce()  # others answer those alone who take part
+            known = sorted(await self._whom_to_ask() - {self._me})
+            found = await find_epochs(self._transport, statements, self._context.resolved.hash, known, FIND_EPOCHS_S)
+            if found:
+                return found
+            self._lifecycle.explain("waits for the coordinator, or any peer, to say who takes part in the run")
+            if not has_complained:
+                log.warning("waiting reason=%s asked=%d", self._lifecycle.note, len(known))
+            has_complained = True
+            with anyio.move_on_after(FIND_PAUSE_S):
+                await self._lifecycle.ended.wait()
+        return None
+
+    async def _whom_to_ask(self) -> set[str]:
+        asked = {self._context.run_id}  # the first coordinator's identity often is the run's key
+        try:
+            view = await self._directory.refresh(range(self._manifest.stages.count))
+            asked |= {peer.peer_id for peer in view.peers}
+            asked |= {term.coordinator for term in await self._dht.fetch_coordination(self._context.run_id)}
+        except CallError as error:
+            log.info("run_not_seen reason=%s", error)
+        return asked
+
+    def _make_parts(self, first: list[Certified]) -> PeerParts:
+        context = self._context
+        # Two lives may begin in the same millisecond, and somebody may set the clock back.
+        life = max(int(context.clock.unix_s() * 1000), self._directory.serial + 1)
+        agreement = Agreement(
+            context=context,
+            transport=self._transport,
+            life=life,
+            first=first,
+            ticket=ticket_of(self._dht.passes, self._me),
+            acquaintances=lambda: [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me],
+        )
+        snapshots = NamedSnapshots(
+            clock=context.clock,
+            threads=context.threads,
+            storage=context.storage,
+            is_member=self._members.include,
+            restart=lambda: agreement.core.epoch.restart,
+        )
+        self._dispatcher.add(None, snapshots.calls | agreement.calls)
+        parts = PeerParts(
+            context=context,
+            device=self._device,
+            device_thread=self._device_thread,
+            dht=self._dht,
+            transport=self._transport,
+            dispatcher=self._dispatcher,
+            directory=self._directory,
+            snapshots=snapshots,
+            agreement=agreement,
+        )
+        self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)
+        return parts
+
+    # --- stays in stages
+
+    async def _stay_in_stages(self, parts: PeerParts, stage: int) -> None:
+        assert self._mover is not None
+        self._replica = await self._open(parts, stage)
+        while self._replica is not None and (next_stage := await self._stay(self._replica, self._mover)) is not None:
+            await self._begin_stay(parts, self._mover, next_stage)
+
     async def _keep_dialling(self) -> None:
         """While others cannot dial this peer, dial them: they call it over the connections that it has made."""
         while True:
-            await anyio.sleep(self._context.resolved.manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
+            await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
             if self._dht.is_reachable is False:
                 others = [peer.peer_id for peer in self._directory.view.peers if peer.peer_id != self._me]
                 await self._dht.dial(others[:MOST_DIALLED])
@@ -182,9 +240,9 @@ class Peer:
             except NotAdmitted as error:
                 raise UserError(str(error)) from None
             await self._directory.drop_revoked()
-            await anyio.sleep(self._context.resolved.manifest.limits.announcement_s)
+            await anyio.sleep(self._manifest.limits.announcement_s)
 
-    async def _open(self, stage: int) -> StageReplica | None:
+    async def _open(self, parts: PeerParts, stage: int) -> Replica | None:
         """Make a replica of a stage, which may read from the hub. Returns None if this peer is told to end meanwhile.
 
         Raises:
@@ -199,11 +257,11 @@ class Peer:
                     tasks.cancel_scope.cancel()
 
                 tasks.start_soon(give_up)
-                replica = await StageReplica.open(self._parts, stage, self._counted)
+                replica = await Replica.open(parts, stage, self._counted)
                 tasks.cancel_scope.cancel()
         return replica
 
-    async def _stay(self, replica: StageReplica) -> int | None:
+    async def _stay(self, replica: Replica, mover: Mover) -> int | None:
         """Serve the stage of the present replica until this peer leaves it, and close the replica.
 
         Returns:
@@ -212,26 +270,29 @@ class Peer:
         replica.start_answering()
         self._metrics.stage.set(replica.stage)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._work, replica)
-            await self._lifecycle.stop.wait()
+            tasks.start_soon(replica.work, self._lifecycle.explain, self._cannot_read)
+            async with anyio.create_task_group() as followers:
+                followers.start_soon(self._follow_place, replica, mover)
+                await self._lifecycle.stop.wait()
+                followers.cancel_scope.cancel()
             await self._leave(replica)
             tasks.cancel_scope.cancel()
         await replica.close()
         self._moved_from = replica.stage
         return self._lifecycle.next_stage
 
-    async def _begin_stay(self, stage: int) -> None:
+    async def _begin_stay(self, parts: PeerParts, mover: Mover, stage: int) -> None:
         """Begin to serve the next stage, with the replica that has been prepared for it or with a new one.
 
         There is none if this peer is to end before it is made.
         """
         # The stage that was left has to be out of memory before the next one is made.
-        self._replica = self._mover.take_prepared()
-        await self._context.threads.run(free_device_memory, self._parts.device)
+        self._replica = mover.take_prepared()
+        await self._context.threads.run(free_device_memory, self._device)
         began_s = self._context.clock.monotonic_s()
         while self._replica is None and not self._lifecycle.has_ended:
             try:
-                self._replica = await self._open(stage)
+                self._replica = await self._open(parts, stage)
             except HubFailed as error:  # this peer has left its stage, and would leave the run
                 if self._context.clock.monotonic_s() - began_s >= HUB_PATIENCE_S:
                     raise
@@ -242,63 +303,27 @@ class Peer:
             return
         if self._moved_from == stage:
             self._moved_from = UNDECIDED
-        else:
-            self._min_round, self._shunned = 0, None
         self._lifecycle.begin_stay()
 
-    async def _work(self, replica: StageReplica) -> None:
-        """Join the stage, then serve it until this task is cancelled or the stage-mates are lost."""
-        start = None
-        if not replica.has_weights:
-            await self._directory.announce()
-            # It may take many lifetimes of an announcement to download a state.
-            async with self._directory.kept_fresh(range(self._manifest.stages.count)):
-                start = await self._join(replica)
-        # Announced first, looked up second: of two peers that begin at the same time, at least one sees the other.
-        if self._lifecycle.stop.is_set():
-            return
-        self._lifecycle.enter(PeerState.SERVING)
-        since = self._directory.serial + 1
-        await self._directory.announce()
-        await self._directory.refresh_surely(replica.stages_of_interest)
-        async with self._directory.kept_fresh(replica.stages_of_interest):
-            await self._serve(replica, start, since)
-
-    async def _serve(self, replica: StageReplica, start: Start | None, since: int) -> None:
-        """Serve the stage that has been joined, as `_work` says.
-
-        Args:
-            since: serial number of the announcement that this peer serves it
-        """
-        try:
-            await replica.catch_up(self._shunned)
-        except CallError as error:
-            self._join_anew(replica, error)
-            return
-        step = replica.step
-        log.info("serving stage=%d round=%d optimizer_step=%d", replica.stage, step.round_number, step.optimizer_step)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._directory.announce)  # the round that it has caught up to
-            tasks.start_soon(self._mover.rescue, replica)
-            if self._options.stage == "auto":
-                tasks.start_soon(self._mover.obey, replica, since)
-            await replica.serve(start, lambda error: self._join_anew(replica, error), self._cannot_read)
-
-    async def _join(self, replica: StageReplica) -> Start | None:
-        """Have a replica join. Returns where it began; None if stage-mates gave their state."""
+    async def _follow_place(self, replica: Replica, mover: Mover) -> None:
+        """Announce that the replica serves whenever it has a place and weights, and look for moves meanwhile."""
         while True:
-            await self._directory.refresh_surely(range(self._manifest.stages.count))
-            try:
-                holds_out = self._context.clock.monotonic_s() < self._holds_out_until_s
-                return await (replica.join(self._min_round, self._shunned) if holds_out else replica.join())
-            except CallError as error:
-                note = f"waits to join stage {replica.stage}: {error}"
-                if note != self._lifecycle.note:
-                    level = logging.WARNING if replica.stage_mates() else logging.ERROR
-                    log.log(level, "waiting stage=%d reason=%s", replica.stage, error)
-                self._lifecycle.explain(note)
             await self._directory.announce()
-            await anyio.sleep(JOIN_PAUSE_S)
+            async with self._directory.kept_fresh(range(self._manifest.stages.count)):
+                await self._context.changed.wait_for(lambda: replica.is_serving)
+            self._lifecycle.enter(PeerState.SERVING)
+            since = self._directory.serial + 1
+            await self._directory.announce()
+            step = replica.step
+            text = "serving stage=%d round=%d optimizer_step=%d"
+            log.info(text, replica.stage, step.round_number, step.optimizer_step)
+            async with self._directory.kept_fresh(replica.stages_of_interest), anyio.create_task_group() as tasks:
+                tasks.start_soon(mover.rescue, replica)
+                if self._options.stage == "auto":
+                    tasks.start_soon(mover.obey, replica, since)
+                await self._context.changed.wait_for(lambda: not replica.has_place)
+                tasks.cancel_scope.cancel()
+            self._lifecycle.enter(PeerState.JOINING)
 
     def _cannot_read(self, error: UserError) -> None:
         """Leave for good, as upon a signal: what this peer has computed is handed over before the error ends it."""
@@ -306,24 +331,10 @@ class Peer:
         self._failure = error
         self._lifecycle.end()
 
-    def _join_anew(self, replica: StageReplica, error: CallError) -> None:
-        """Leave and join the same stage: its stage-mates went on without this peer and none gives it their state."""
-        if self._lifecycle.stop.is_set():  # it leaves already, perhaps for another reason
-            return
-        log.error("joining_anew stage=%d reason=%s", replica.stage, error)
-        replica.is_left_behind = True
-        # On another timeline the run may be in an earlier round.
-        has_left_timeline = isinstance(error, OtherTimeline)
-        self._shunned = replica.step.timeline if has_left_timeline else None
-        self._min_round = 0 if has_left_timeline else replica.step.round_number + 1
-        patience_s = LEFT_BEHIND_PATIENCE * self._manifest.limits.announcement_s
-        self._holds_out_until_s = self._context.clock.monotonic_s() + patience_s
-        self._lifecycle.move(replica.stage)
-
-    async def _leave(self, replica: StageReplica) -> None:
+    async def _leave(self, replica: Replica) -> None:
         """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""
         with anyio.move_on_after(self._options.grace_s / 2):
-            await self._context.changed.wait_for(lambda: replica.leaves_timeline or not self._is_awaited(replica.stage))
+            await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
         is_serving = self._lifecycle.state is PeerState.SERVING
         if is_serving and self._lifecycle.has_ended and not self._metrics.run_is_over and not replica.stage_mates():
             text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
@@ -332,13 +343,9 @@ class Peer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)
             await replica.leave()
-        if not replica.is_left_behind:
-            self._parts.own_work[replica.stage].leave()
         self._lifecycle.enter(PeerState.LEFT)
         with anyio.move_on_after(GOODBYE_S):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._directory.announce)
-                await replica.say_goodbye()
+            await self._directory.announce()
         log.info("left stage=%d round=%d", replica.stage, replica.step.round_number)
 
     def _is_awaited(self, stage: int) -> bool:
@@ -351,7 +358,7 @@ class Peer:
         """Stop when the run's key says that the run is over."""
 
         def is_due() -> bool:
-            return self._replica is not None and self._replica.parts.step_loop.finished
+            return self._replica is not None and self._replica.is_finished
 
         log.info("run_ended reason=%s", await wait_for_end(self._dht, self._context.run_id, is_due))
         self._metrics.run_is_over = True

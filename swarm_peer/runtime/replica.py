@@ -1,4 +1,4 @@
-"""One stage in this peer: a replica that opens, joins its stage-mates, serves, leaves and closes.
+"""One stage in this peer: a replica that opens, gets a place in the stage, serves, leaves and closes.
 
 Several replicas may be open in one peer at once. `Peer` decides when one opens and closes; nobody else does.
 """
@@ -13,21 +13,23 @@ from functools import partial
 import anyio
 
 from swarm_peer.config import PeerOptions
-from swarm_peer.errors import CallError, OtherTimeline, UserError
+from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, worst
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
+from swarm_peer.protocol.log import Contribution
+from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
-from swarm_peer.runtime.data.launcher import CountedHook, MicrobatchLauncher
+from swarm_peer.runtime.data.launcher import BatchLauncher, CountedHook
 from swarm_peer.runtime.data.slices import SliceReader, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.state.recovery import Start
-from swarm_peer.wire.records import ProgressRecord, progress_key
+from swarm_peer.runtime.state.joining import join
+from swarm_peer.wire.records import Progress, ProgressRecord, progress_key
 
 log = logging.getLogger(__name__)
 
@@ -36,37 +38,32 @@ PUBLISH_PROGRESS_S = 1.0
 # For this share of `--grace-s` a leaving replica waits for the microbatches inside. A slow link, or a later peer
 # that has just died, may hold one for longer, and the gradient is still to be handed over.
 DRAINING_SHARE = 0.5
-# A leaving replica has this long to write its last replies. Calls of stage-mates that wait for a round are not
-# answered.
+# A leaving replica has this long to write its last replies.
 LAST_REPLIES_S = 3.0
 LAST_REPLIES_SHARE = 0.15  # of `--grace-s`, if that is shorter
-# For a job of the device thread that is under way as the time to hand over is up.
-LAST_JOB_S = 5.0
+# A leaving replica waits for so long until an epoch without it was chosen. Others put it out without its help, later.
+PLACE_S = 5.0
+# For so long it waits to hear of the entry that may hold what nobody has taken.
+COMMITTED_S = 2.0
 
 
-class StageReplica:
+class Replica:
     """Everything of one stage in one peer. Belongs to the event loop's thread.
 
     Attributes:
         stage: index in the pipeline, from 0
-        incarnation: which life of the peer this is (see policy/view.py: Life)
         parts: what the replica is made of
-        leaves_timeline: whether the run goes on without it on another timeline: stage-mates end no round with it
-        is_left_behind: whether it leaves because stage-mates went on without it, be it on the same timeline
     """
 
     def __init__(self, assembly: Assembly):
         self.stage = assembly.trainer.spec.index
-        self.incarnation = assembly.incarnation
         self.parts = assembly.assemble()
         self._peer = assembly.peer
-        self._trainer = assembly.trainer
         self._manifest = self._peer.context.resolved.manifest
-        self.leaves_timeline = False
-        self.is_left_behind = False
+        self._placing = anyio.CancelScope()
 
     @classmethod
-    async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> StageReplica:
+    async def open(cls, peer: PeerParts, stage: int, counted: CountedHook | None = None) -> Replica:
         """Make a replica without weights, which answers no calls yet.
 
         Args:
@@ -83,16 +80,11 @@ class StageReplica:
             data = await context.threads.run(_read_data, resolved, options, abandon_on_cancel=True)
         make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
         trainer = await context.threads.run(make)
-        # Two lives may begin in the same millisecond, and somebody may set the clock back.
-        incarnation = max(int(context.clock.unix_s() * 1000), peer.directory.serial + 1)
-        return cls(Assembly(peer=peer, trainer=trainer, incarnation=incarnation, data=data, counted=counted))
+        peer.agreement.core.forget_prepared(stage)
+        return cls(Assembly(peer=peer, trainer=trainer, data=data, counted=counted))
 
     def start_answering(self) -> None:
-        """Answer calls from now on.
-
-        A replica that is only being prepared must not: stage-mates that remember this peer from an earlier stay would
-        wait for it at their barrier, while it waits until the peer has left the stage that it serves.
-        """
+        """Answer calls from now on."""
         self._peer.snapshots.sources[self.stage] = self.parts.state_server
         self._peer.dispatcher.add(self.stage, self.parts.calls)
 
@@ -107,9 +99,24 @@ class StageReplica:
         return self.parts.core.rounds.step
 
     @property
-    def has_weights(self) -> bool:
-        """Whether it has joined."""
-        return self.step.phase is not Phase.EMPTY
+    def _member(self) -> Member | None:
+        return self._peer.agreement.core.members.get(self.stage)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the newest epoch has a place for it."""
+        return self._member is not None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it has a place, and weights to compute with."""
+        return self.has_place and self.step.phase not in (Phase.EMPTY, Phase.LEFT)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run's last optimizer step is done."""
+        member = self._member
+        return member is not None and member.log.optimizer_step >= self._manifest.training.steps
 
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
@@ -120,177 +127,136 @@ class StageReplica:
         return replace(
             peer,
             stage=self.stage,
-            incarnation=self.incarnation,
-            round_number=step.round_number,
+            incarnation=self._peer.agreement.core.membership.me.life,
+            # The round that began with these weights: where updates are delayed, a later one goes on with them.
+            round_number=step.round_number - step.lag,
             optimizer_step=step.optimizer_step,
             samples_per_s=self.parts.core.speed.samples_per_s,
             queue=admission.admitted + admission.held,
-            bandwidth_bytes_per_s=self.parts.step_loop.download_bytes_per_s,
+            bandwidth_bytes_per_s=self.parts.sources.bytes_per_s,
             time_shares=self.parts.core.time.shares(),
         )
 
     def _complaint(self) -> Complaint | None:
         """The worst of what keeps this replica from its work."""
         parts = self.parts
-        complaints = [parts.step_loop.complaint(), parts.snapshot_keeper.complaint()]
-        return worst([*complaints, *([] if parts.launcher is None else [parts.launcher.complaint()])])
+        of_data = [] if parts.launcher is None else [parts.launcher.complaint()]
+        return worst([parts.updates.complaint(), parts.keeper.complaint(), *of_data])
 
     @property
     def stages_of_interest(self) -> Sequence[int]:
-        """The stages whose peers it must know: its own, those around it, and stage 0, which counts; stage 0: all."""
+        """The stages whose peers it must know: its own and those around it; stage 0: all."""
         count = self._manifest.stages.count
         around = {self.stage - 1, self.stage, min(self.stage + 1, count - 1)}
         return range(count) if self.stage == 0 else sorted({0} | around)
 
     def stage_mates(self) -> list[str]:
-        """Ids of the other peers in view that serve this stage."""
-        return self.parts.swarm.stage_mates(self.stage)
+        """Ids of the other peers that have a place in this stage and announce that they serve it."""
+        core = self._peer.agreement.core
+        serving = {peer.peer_id for peer in self._peer.directory.view.serving(self.stage)}
+        mates = [seat.peer for seat in core.epoch.roster(self.stage) if seat != core.membership.me]
+        return [peer_id for peer_id in mates if peer_id in serving]
 
-    async def join(self, min_round: int = 0, shunned: Timeline | None = None) -> Start | None:
-        """Get the stage's state: from stage-mates, or where there are none, from where recovery says to begin.
-
-        Args:
-            min_round: of stage-mates, take no state of an earlier round
-            shunned: nor one of stage-mates that are on this timeline, which this peer has left
-
-        Returns:
-            where the replica began; None if stage-mates gave their state
-
-        Raises:
-            CallError: nobody gave it, or the replica has to wait; it may try again
-        """
-        donors = self.stage_mates()
-        if donors:
-            donors, _ = await self.parts.timeline_watch.choose_donors(donors, shunned)
-            if not donors:
-                raise CallError("no stage-mate says that it is on another timeline than this peer has left")
-            await self.parts.step_loop.join(donors, min_round)
-            return None
-        start = await self.parts.recovery.find_start()
-        await self.parts.step_loop.begin(start.timeline, start.fetch)
-        return start
-
-    async def catch_up(self, shunned: Timeline | None = None) -> None:
-        """Catch up with the stage-mates that are on the run's timeline, and serve; see StepLoop.
+    async def work(self, explain: Callable[[str], None], unreadable: Callable[[UserError], None]) -> None:
+        """Get a place in the stage, and go from round to round, until cancelled.
 
         Args:
-            shunned: a timeline that this peer has left
-        """
-        mates = self.stage_mates()
-        choose = partial(self.parts.timeline_watch.choose_donors, mates, shunned)
-        await self.parts.step_loop.catch_up(mates, choose)
-
-    async def serve(
-        self, start: Start | None, left_behind: Callable[[CallError], None], unreadable: Callable[[UserError], None]
-    ) -> None:
-        """Go from round to round, until cancelled.
-
-        Args:
-            start: where the replica began
-            left_behind: called if stage-mates went on without this peer, and none of them gives its state: the replica
-                has to leave then
-            unreadable: called if the training data cannot be read; the same holds
+            explain: told why it has no place yet
+            unreadable: called if the training data cannot be read: the replica has to leave then
         """
         parts = self.parts
         async with anyio.create_task_group() as tasks:
-            if start is not None and start.rewound:
-                # Another peer may have taken the stage over as well, and this one may follow it, now or later.
-                is_there = partial(self._is_on, start.timeline)
-                tasks.start_soon(parts.recovery.have_all_go_back, start.timeline, is_there)
-            tasks.start_soon(parts.snapshot_keeper.run)
+            tasks.start_soon(parts.driver.run)
             tasks.start_soon(parts.state_server.run)
-            tasks.start_soon(self._follow_run, left_behind)
-            if parts.launcher is not None:
+            tasks.start_soon(parts.keeper.run)
+            tasks.start_soon(self._keep_place, explain)
+            if parts.launcher is not None and parts.pool is not None:
+                tasks.start_soon(parts.pool.run)
                 tasks.start_soon(self._launch, parts.launcher, unreadable)
-                tasks.start_soon(self._publish_progress)
-                tasks.start_soon(self._begin_anew_with_run)
-            try:
-                await parts.step_loop.run()
-            except CallError as error:
-                left_behind(error)
+                tasks.start_soon(self._publish_progress, parts.launcher)
 
-    async def _launch(self, launcher: MicrobatchLauncher, unreadable: Callable[[UserError], None]) -> None:
+    async def _keep_place(self, explain: Callable[[str], None]) -> None:
+        """Get a place in the stage, and another one where the run goes on without this peer."""
+        agreement = self._peer.agreement
+        with self._placing:
+            while True:
+                await join(agreement, self.stage, self.parts.sources, explain)
+                self.parts.reports.begin(self._peer.agreement.core.members[self.stage].log.optimizer_step)
+                await agreement.changed.wait_for(lambda: not self.has_place)
+                log.warning("place_lost stage=%d epoch=%s", self.stage, tuple(agreement.core.epoch.id))
+
+    async def _launch(self, launcher: BatchLauncher, unreadable: Callable[[UserError], None]) -> None:
         await launcher.run()
         if launcher.failure is not None:
             unreadable(launcher.failure)
 
-    async def _begin_anew_with_run(self) -> None:
-        """Go back where the run's key has the run begin anew from a checkpoint, and have the other stages follow.
-
-        Those do what they do for a stage that was lost and taken over: they go back once all of stage 0 have.
-        """
-        while True:
-            timeline = await self.parts.step_loop.rewinds.wait_for_beginning()
-            log.warning("run_begins_anew optimizer_step=%d reason=its key says so", timeline.first_optimizer_step)
-            await self._peer.context.changed.wait_for(partial(self._has_come_to, timeline))
-            await self.parts.recovery.have_all_go_back(timeline, partial(self._is_on, timeline))
-
-    def _has_come_to(self, timeline: Timeline) -> bool:
-        return self.step.timeline >= timeline
-
-    def _is_on(self, timeline: Timeline) -> bool:
-        return self.step.timeline == timeline
-
-    async def _follow_run(self, left_behind: Callable[[CallError], None]) -> None:
-        """Go back with the run if nobody has told this replica to; or leave, if the whole stage is left behind."""
-        core = self.parts.core
-        try:
-            while True:
-                timeline = await self.parts.timeline_watch.wait_until_left(core.rounds, core.admission)
-                self.parts.step_loop.rewinds.go_back(timeline)
-        except CallError as error:
-            self.leaves_timeline = isinstance(error, OtherTimeline)
-            left_behind(error)
-
     async def leave(self) -> None:
-        """Finish the microbatches in flight, and hand the accumulated gradient to a stage-mate.
+        """Finish the microbatches in flight, give what was computed to a stage-mate, and give up the place.
 
-        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. A gradient
-        that no stage-mate has taken within `--grace-s` is lost, with an error in the log.
+        Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. Work that no
+        stage-mate has taken within `--grace-s` is lost; its samples are read again.
         """
         parts, grace_s = self.parts, self._peer.context.options.grace_s
         if parts.launcher is not None:
             parts.launcher.stop()
         parts.core.executor.stop_waiting()
         parts.core.admission.leave()
+        self._placing.cancel()
         with anyio.move_on_after(grace_s) as grace:
             with anyio.move_on_after(DRAINING_SHARE * grace_s) as draining:
                 await parts.core.admission.drained()
             if draining.cancelled_caught:
                 await parts.core.device_thread.run(Priority.STEP, parts.core.executor.give_up)
                 parts.core.admission.give_up_inside()
-            # If a reply were cut off, its caller would have the microbatch computed again and counted twice.
+            # If a reply were cut off, its caller would have the microbatch computed again in vain.
             with anyio.move_on_after(min(LAST_REPLIES_S, LAST_REPLIES_SHARE * grace_s)):
                 await self._peer.transport.answered()
-            await parts.step_loop.leave(may_end_round=not self.leaves_timeline)
-        if grace.cancelled_caught and self.step.phase is not Phase.LEFT:
-            parts.core.rounds.enter(Phase.LEFT)  # stage-mates do without it at the barrier
-            samples = self._trainer.strategy.pending_samples
-            # In the device thread, where microbatches are counted: one that is under way is among them, or fails.
-            with anyio.move_on_after(LAST_JOB_S):
-                samples = await parts.core.device_thread.run(Priority.STEP, parts.core.executor.give_up)
-            reason = f"not handed over within {grace_s:.0f} s"
-            self._peer.context.metrics.lose(samples, reason, round_number=self.step.round_number)
+            await self._give_work()
+        if grace.cancelled_caught:
+            log.warning("work_not_given stage=%d reason=nobody took it within %.0f s", self.stage, grace_s)
+        await self._give_up_place()
+        parts.core.rounds.enter(Phase.LEFT)
 
-    async def say_goodbye(self) -> None:
-        """Tell those who call this replica that it is gone."""
-        directory = self._peer.directory
-        callers = {0, max(self.stage - 1, 0), self.stage}
-        peers = [peer.peer_id for peer in directory.view.peers if peer.stage in callers]
-        await self.parts.swarm.gossip.say_goodbye(peers, directory.serial)
+    async def _give_work(self) -> None:
+        member = self._member
+        if member is None or self._peer.context.metrics.run_is_over:
+            return
+        held = await self.parts.driver.leave()
+        if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
+            samples = sum(num_windows(each.samples) for each in held)
+            log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(held), samples)
+        elif held:
+            self.parts.reports.lose(await self._unheld(held, member))
 
-    async def _publish_progress(self) -> None:
+    async def _unheld(self, given: list[Contribution], member: Member) -> list[Contribution]:
+        """Those of some contributions that nobody has taken which no entry holds, as far as is heard in time.
+
+        Stage-mates refuse what they have averaged already, together with this seat.
+        """
+        newest = max(each.name.round for each in given)
+        with anyio.move_on_after(COMMITTED_S):
+            await self._peer.context.changed.wait_for(lambda: member.log.next_round > newest)
+        held = {each for committed in member.log.committed for each in committed.entry.cut.brings}
+        return [each for each in given if each not in held]
+
+    async def _give_up_place(self) -> None:
+        membership = self._peer.agreement.core.membership
+        membership.desired -= {self.stage}
+        self._peer.agreement.look()
+        with anyio.move_on_after(0 if self._peer.context.metrics.run_is_over else PLACE_S):
+            await self._peer.agreement.changed.wait_for(lambda: not self.has_place)
+
+    async def _publish_progress(self, launcher: BatchLauncher) -> None:
         """Store progress in the DHT: at once at the end of a round, and else often enough that it does not expire."""
-        assert self.parts.launcher is not None
         run, lifetime_s = self._peer.context.resolved.hash, self._manifest.limits.announcement_s
         stored: tuple[object, ...] | None = None
         stored_s = 0.0
         while True:
+            await anyio.sleep(PUBLISH_PROGRESS_S)
             record = ProgressRecord(
-                # Without the ranges of samples, which are long and travel with calls.
-                current=self.parts.launcher.current.model_copy(update={"ranges": ()}),
-                finished=tuple(self.parts.step_loop.reports.finished),
-                validations=tuple(self.parts.launcher.validations),
+                current=self._progress(),
+                finished=tuple(self.parts.reports.finished),
+                validations=tuple(launcher.validations),
             )
             now_s = self._peer.context.clock.monotonic_s()
             # Not at once if the count alone has grown: it grows all the time, and people see it, nobody acts on it.
@@ -298,7 +264,14 @@ class StageReplica:
             if news != stored or now_s - stored_s > lifetime_s / ANNOUNCEMENTS_PER_LIFETIME:
                 is_stored = await self._peer.dht.store(progress_key(run), record, run, lifetime_s)
                 stored, stored_s = news if is_stored else None, now_s
-            await anyio.sleep(PUBLISH_PROGRESS_S)
+
+    def _progress(self) -> Progress:
+        """The samples that this peer has computed in the round that it works at."""
+        member = self._member
+        present = member.working if member is not None else None
+        if member is None or present is None:
+            return Progress(round_number=self.step.round_number, samples=0)
+        return Progress(round_number=present.number, samples=num_windows(present.computed.samples))
 
 
 def check_data(resolved: ResolvedManifest, options: PeerOptions) -> None:

@@ -17,7 +17,6 @@ from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
-from swarm_peer.runtime.agreed_peer import Peer as AgreedPeer
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
@@ -36,7 +35,6 @@ from swarm_peer.runtime.host.preparation import (
 )
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
 from swarm_peer.runtime.host.scratch import scratch_folder
-from swarm_peer.runtime.network.agreement import is_agreed
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
@@ -147,7 +145,7 @@ async def _run(
             ) as transport,
             signals_set(ended),
         ):
-            peer = (AgreedPeer if is_agreed() else Peer)(
+            peer = Peer(
                 context=context,
                 dht=dht,
                 transport=transport,

@@ -1,4 +1,4 @@
-"""Signed records: all that peers store in the DHT, and the progress counts that travel with calls.
+"""Signed records: all that peers store in the DHT.
 
 A record travels as an envelope `[kind, run, body, signature]` under the id of its author. The signature covers kind and
 run too, so nobody can pass a record off as one of another kind or of another run. In the DHT the signature also covers
@@ -17,8 +17,7 @@ from swarm_peer.config import PEER_NAME
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.recovery import Timeline
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, TimeShares
 from swarm_peer.wire.fields import (
@@ -34,10 +33,9 @@ from swarm_peer.wire.fields import (
     TimePercent,
 )
 from swarm_peer.wire.identity import Identity, verify
-from swarm_peer.wire.ledger_codec import CountedRanges
 from swarm_peer.wire.packing import unpack
 
-# The largest records are counts with many ranges of samples.
+# More than any of them has.
 MAX_RECORD_BYTES = 64 * 1024
 # Every node keeps the records of others in memory, and every look at a key brings all of them.
 MAX_STORED_BYTES = 15 * 1024
@@ -235,25 +233,11 @@ class CoordinationRecord(Record):
 
 
 class Progress(Record):
-    """The count of one round by one life of a stage-0 peer (see policy/progress_counter.py).
-
-    Attributes:
-        timeline: first round of the timeline that the samples have counted on
-    """
+    """The samples that a stage-0 peer has computed in the round that it works at."""
 
     kind = "progress"
     round_number: RoundNumber
-    timeline: RoundNumber = 0
     samples: Samples
-    claimed: Samples
-    loss_sum: FiniteFloat
-    ranges: CountedRanges = ()
-    incarnation: Incarnation = 0
-    targets: Samples = 0
-
-    def count(self) -> RoundCount:
-        """The count as policies read it."""
-        return RoundCount(self.samples, self.claimed, self.loss_sum, self.ranges, self.targets)
 
 
 class RoundReport(Record):
@@ -288,7 +272,7 @@ class Validation(Record):
 
 
 class ProgressRecord(Record):
-    """A stage-0 peer's newest count, last finished rounds and validations, for readers that get no calls from it."""
+    """A stage-0 peer's present round, last finished rounds and validations, for readers that get no calls from it."""
 
     kind = "progress_record"
     current: Progress

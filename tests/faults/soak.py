@@ -146,9 +146,7 @@ class Soak:
                 view = await swarm.service._directory.refresh([stage])
                 newest = swarm.optimizer_step // SNAPSHOT_EVERY * SNAPSHOT_EVERY
                 for optimizer_step in range(max(newest - SNAPSHOT_EVERY, SNAPSHOT_EVERY), newest + 1, SNAPSHOT_EVERY):
-                    if (created_at_round := swarm.service.watch.created_at_round(optimizer_step)) is None:
-                        continue
-                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, created_at_round=created_at_round)
+                    call = StateIndexCall(manifest=manifest.hash, of_stage=stage, optimizer_step=optimizer_step)
                     for peer in view.serving(stage):
                         with suppress(CallError):
                             limit = max_state_bytes(ResolvedManifest.of(manifest), stage)
@@ -162,9 +160,9 @@ class Soak:
 
 
 def digest(tensors) -> str:  # type: ignore[no-untyped-def]
-    from swarm_peer.runtime.state.index import extend_history
+    from swarm_peer.runtime.state.roots import digest_of
 
-    return extend_history("", [tensors[name] for name in sorted(tensors)])
+    return digest_of([tensors[name] for name in sorted(tensors)])
 
 
 def family(pid: int) -> Iterator[int]:

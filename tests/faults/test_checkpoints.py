@@ -20,7 +20,7 @@ from coordinator.checkpoints.store import find_checkpoint
 from coordinator.run.address_files import PEERS
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.slices import SliceReader
-from swarm_peer.wire.ledger_codec import decode_ledger
+from swarm_peer.wire.ledger_codec import read_ledger
 
 SAMPLE_S = 0.01
 
@@ -132,7 +132,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
     # Had a sample counted again after the resumption, it would be in the ledger once and in the lines twice.
     last = checkpoints_of(output)[-1]
     state = find_checkpoint(str(last)).load_stage(0)
-    ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
+    ledger = read_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
     assert ledger.current_pass == 0
     num_counted = sum(item.end - item.start for item in ledger.facts())
     assert num_counted == sum(

@@ -11,7 +11,7 @@ from swarm import LiveSwarm, run_swarm, tiny_manifest
 
 from swarm_peer.policy.data.ranges import SampleId, SliceId
 from swarm_peer.runtime.data.slices import SliceReader
-from swarm_peer.wire.ledger_codec import decode_ledger
+from swarm_peer.wire.ledger_codec import read_ledger
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +43,10 @@ def test_passes_over_a_small_data_set_while_stage_0_peers_die_and_come(tmp_path:
         counted_by_killed.extend(map(swarm.counted, killed))
 
     run = run_swarm(manifest, [2, 1], tmp_path, script=script)
-    assert "samples_repeated" not in run.logs()
     reader = SliceReader(manifest=manifest)
     lengths = [sum(1 for _ in reader.open(SliceId(0, index))) for index in range(reader.num_slices())]
     [state] = run.states[0]
-    ledger = decode_ledger(state.ledger, len(lengths))
+    ledger = read_ledger(state.ledger, len(lengths))
     assert ledger.current_pass >= 3, "the run has gone through the data several times"
     times = Counter(sample for samples in run.samples.values() for sample in samples)
     # What a peer had counted when it was killed, and told nobody, has not counted: others read it again.

@@ -33,10 +33,9 @@ class EverySecondRound(RoundStrategy):
         kept = {f"kept/{number:05d}": gradient for number, gradient in enumerate(self.kept)}
         return {"num_kept": torch.tensor(float(self.num_kept))} | kept
 
-    def load_state(self, entries, *, keeps_work=False):
+    def load_state(self, entries):
         self.num_kept = int(entries["num_kept"])
         self.kept = [entries[f"kept/{number:05d}"] for number in range(len(self.kept))]
-        return self.pending_samples
 
 
 def install_if_wanted():

@@ -43,7 +43,7 @@ from swarm_peer.runtime import mover
 from swarm_peer.runtime.host.processes import free_memory
 from swarm_peer.runtime.network.frame_stream import FrameStream
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
-from swarm_peer.runtime.replica import StageReplica
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.step.averaging import GradientAverager
 from swarm_peer.wire.frames import PREFIX, FrameType
 from swarm_peer.wire.records import Assignment
@@ -232,7 +232,7 @@ def _cut_off(number: int, seconds: float, strike: Strike, die: Strike) -> None:
 
     async def call(self: Any, peer_id: str, body: Any, tensors: Any = (), *, timeout_s: float) -> Any:
         nonlocal until
-        if body.op == "state_index" and body.created_at_round is None:  # no snapshot: those of lost stages can be had
+        if body.op == "state_index" and not body.entry:  # no snapshot: those of lost stages can be had
             if until is None:
                 until = time.monotonic() + seconds
                 strike(f"stage-mates cannot be reached for {seconds} s")
@@ -259,7 +259,7 @@ def _moves(number: int, seconds: float, strike: Strike, die: Strike) -> None:
                 "tasks": len(asyncio.all_tasks()),
                 "threads": threading.active_count(),
                 "files": len(os.listdir("/proc/self/fd")),
-                "replicas": sum(isinstance(item, StageReplica) for item in gc.get_objects()),
+                "replicas": sum(isinstance(item, Replica) for item in gc.get_objects()),
                 "resident_kb": int(status.split("VmRSS:")[1].split()[0]),
             }
         )

@@ -36,7 +36,7 @@ from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.ledger_codec import decode_ledger
+from swarm_peer.wire.ledger_codec import read_ledger
 from swarm_peer.wire.messages import StateIndexCall
 
 # Threads that wait for each other on cores that peers compute on take a hundred times as long.
@@ -333,7 +333,7 @@ def check_ledger(run: SwarmRun, manifest: RunManifest) -> None:
     """The data ledger of stage 0 has the samples of the run's line of steps, and no others."""
     counted = [sample for line in run.lines for sample in run.samples[line["round"]]]
     for state in run.states[0]:
-        ledger = decode_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
+        ledger = read_ledger(state.ledger, SliceReader(manifest=manifest).num_slices())
         assert ledger.current_pass == 0
         windows = [SampleId(*item.slice_id, w) for item in ledger.facts() for w in range(item.start, item.end)]
         assert sorted(windows) == sorted(counted), "each once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager, closing
 from types import SimpleNamespace
 
@@ -9,15 +10,18 @@ import anyio
 import pytest
 from agreeing import quickly
 from memory_transport import MemoryNetwork
-from test_coordinator_service import MANIFEST, RESOLVED, Board
+from test_coordinator_service import MANIFEST, PEER, RESOLVED, Board
 
 from coordinator.checkpoints.resumed import find_resumed
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
+from coordinator.watch.metrics_file import METRICS, metrics_line
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.protocol.epochs import BEGINNING, Place
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.network.agreement import find_epochs
@@ -30,7 +34,6 @@ from swarm_peer.wire.records import TimelineRecord, timeline_key
 
 @pytest.fixture(autouse=True)
 def agreed(monkeypatch):
-    monkeypatch.setenv("SWARM_AGREED", "1")
     quickly(monkeypatch)
 
 
@@ -42,7 +45,7 @@ class Records(Board):
 
 
 def state_of(step=2, round_number=2, timeline=FIRST_TIMELINE, **fields):
-    tensors = StageTrainer(RESOLVED, RESOLVED.specs[0], agreed=True).state()
+    tensors = StageTrainer(RESOLVED, RESOLVED.specs[0]).state()
     return StageState(round_number, fields.pop("history", "h"), tensors, timeline, **fields)
 
 
@@ -61,7 +64,7 @@ async def begun(folder, network, held=None, **options):
     peer_id = run._run_id
     with closing(run._open_files()) as files:
         async with anyio.create_task_group() as tasks:
-            giver = await run._find_beginning(network.transport(peer_id), tasks, files, scratch)
+            giver = await run._agree(network.transport(peer_id), tasks, files, scratch)
             yield SimpleNamespace(run=run, files=files, agreed=giver, peer_id=peer_id)
             tasks.cancel_scope.cancel()
     network.kill(peer_id)
@@ -80,6 +83,9 @@ async def test_a_run_begins_with_an_epoch_that_peers_are_told(tmp_path):
         assert (first.is_of_key, first.epoch.restart) == (True, BEGINNING)
         assert made.run.begun_s == first.epoch.id.term
         assert made.run._beginning.timeline == FIRST_TIMELINE
+        assert made.run._beginning.record().reached() == (0, 0)
+        made.run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
+        assert (made.run.watch.optimizer_step, made.run.watch.begun_at) == (0, 0)
 
 
 @pytest.mark.parametrize("reached_round", [0, 7])
@@ -112,6 +118,32 @@ async def test_a_run_is_resumed_by_an_epoch_that_names_the_states_of_the_checkpo
             assert later.id.term == epoch.id.term + 1
 
 
+@pytest.mark.parametrize(("last_round", "is_void"), [(2, True), (3, False)])
+async def test_a_successor_goes_on_with_what_is_of_the_run_since_it_was_resumed(tmp_path, last_round, is_void):
+    """The coordinator that resumed it has died, and the DHT has forgotten the run."""
+    store = CheckpointStore(str(tmp_path / "checkpoints"))
+    store.save(2, MANIFEST, [state_of()])
+    async with MemoryNetwork() as network:
+        async with begun(tmp_path, network, plan=CheckpointPlan(None, resume=store.newest())) as made:
+            agreeing = made.agreed._agreeing
+            restart = agreeing.membership.epoch.restart
+            places = [*agreeing.membership.epoch.places, Place(0, Seat("a", 1, ""))]
+            agreeing.agreement.announce_by_key(places, restart)
+            await agreeing._keep()
+        step = metrics_line(
+            optimizer_step=3, round_number=last_round, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
+        )
+        (tmp_path / METRICS).write_text(json.dumps(step) + "\n")
+        async with begun(tmp_path, network) as made:
+            assert made.agreed._agreeing.membership.epoch.restart == restart
+            assert made.run._beginning.record().reached() == ((0, 0) if is_void else (4, 3))
+            watch = made.run.watch
+            assert watch.optimizer_step == 0, "no peer has told anything yet"
+            watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
+            assert watch.optimizer_step == (0 if is_void else 3)
+            assert watch.begun_at == (2 if is_void else 3)
+
+
 async def test_a_run_goes_back_by_an_epoch_with_the_same_places(tmp_path):
     store = CheckpointStore(str(tmp_path / "checkpoints"))
     store.save(2, MANIFEST, [state_of()])
@@ -124,6 +156,6 @@ async def test_a_run_goes_back_by_an_epoch_with_the_same_places(tmp_path):
         epoch = membership.epoch
         assert (epoch.places, epoch.begun) == (before.places, (0,))
         assert (epoch.restart.optimizer_step, epoch.id.author) == (2, membership.me)
-        assert made.run._beginning.timeline.first_round == epoch.restart.first_round == 3
+        assert made.run._beginning.timeline.first_round == epoch.restart.first_round > MAX_ROUNDS_AHEAD
         made.run._follow_epochs()
         assert made.run.begun_s == epoch.id.term

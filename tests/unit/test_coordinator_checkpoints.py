@@ -25,6 +25,8 @@ import torch
 from given_states import Gullible
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
+from swarm_peer.runtime.state.claims import list_snapshots
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 from coordinator.checkpoints import file_store as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
@@ -43,15 +45,13 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, NoRoom, SwarmError, UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Reply
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.wire.messages import ListSnapshotsReply
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)

@@ -12,12 +12,12 @@ from memory_transport import MemoryNetwork
 from test_coordinator_service import MANIFEST, PEER, RESOLVED, Board
 
 from coordinator.checkpoints.folder import CheckpointDamaged
-from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.resumed import find_resumed
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.run import serve, service
+from coordinator.run.agreed_run import AgreedRun, Surroundings
 from coordinator.run.baseline import Baseline, train
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.divergence import DIVERGED, Diverged
@@ -29,13 +29,14 @@ from swarm_peer.errors import InvalidMessage, SwarmError, UserError
 from swarm_peer.model.export import NotFiniteWeights, export_model
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.standstill import DIVERGED_S, NO_UPDATES_S
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.machine import SystemThreads
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
+from swarm_peer.wire.messages import StateIndexCall
 from swarm_peer.wire.records import timeline_key
 
 LONG = MANIFEST.model_copy(update={"training": MANIFEST.training.model_copy(update={"steps": 50})})
@@ -64,15 +65,39 @@ class Run:
         self.service = RunService(ResolvedManifest.of(LONG), self.board, options)
         self.files = self.service._open_files()
         self.service.watch.recall(self.files.lines_since(0))
-        self.giver = CheckpointGiver(LONG, CoordinatorContext(), folder)
+        self.network = MemoryNetwork()
+        self.agreed = None
 
     def see(self, trouble=Trouble.DIVERGED, since_s=100.0, now_s=100.0 + DIVERGED_S, **about):
         peer = replace(SICK, trouble=trouble, trouble_since_s=since_s, **about)
         self.service.watch.observe(SwarmView(1, (peer,)), {}, now_s - DIVERGED_S)
         self.service.watch.observe(SwarmView(1, (peer,)), {}, now_s)
 
+    async def agree(self):
+        """The run's epochs begin."""
+
+        async def nobody():
+            return ()
+
+        scratch = self.folder / "scratch"
+        scratch.mkdir()
+        around = Surroundings(
+            resolved=self.service.resolved,
+            dht=self.board,
+            run_key=self.board.identity,
+            context=CoordinatorContext(),
+            options=self.service._options,
+            scratch=scratch,
+            find_others=nobody,
+        )
+        transport = self.network.transport("coordinator")
+        self.agreed = await AgreedRun.open(around, transport, is_under_way=False, last_round=-1)
+        await transport.serve(self.agreed.dispatcher)
+
     async def look(self):
-        await self.service._look_for_divergence(self.giver, self.files)
+        if self.agreed is None:
+            await self.agree()
+        await self.service._look_for_divergence(self.agreed, self.files)
 
 
 @pytest.fixture
@@ -125,7 +150,7 @@ async def test_a_run_that_was_resumed_and_broke_has_what_it_was_resumed_from(mak
     run = make_run(store=False)
     other = CheckpointStore(str(tmp_path / "other"))
     other.save(3, LONG, [StageState(3, "h", {"weight": torch.ones(2)})])
-    timeline = await run.giver.resume(other.newest(), 3)
+    timeline = Timeline(53, 3, 53)
     service.note_resumed(run.folder, other.newest(), timeline)
     run.service._beginning.timeline = timeline
     run.see()
@@ -169,7 +194,7 @@ async def test_weights_without_updates_are_good_as_of_before(make_run):
 
 
 async def test_it_goes_back_once(make_run):
-    """The peers find the new beginning, which the run's key has signed, and the checkpoint's states."""
+    """The peers find an epoch of a new term, which the run's key has signed, and the checkpoint's states."""
     run = make_run(saved=(2, 3, 4), on_divergence="rewind")
     run.see()
     before_s = run.service.begun_s
@@ -177,13 +202,15 @@ async def test_it_goes_back_once(make_run):
     published = run.board.held[timeline_key(run.board.identity.peer_id)]
     timeline = published.timeline()
     assert timeline.first_optimizer_step == 3
-    assert timeline.first_round > SICK.round_number + 1, "no peer is there yet"
+    assert timeline.first_round > SICK.round_number + MAX_ROUNDS_AHEAD, "no peer can be there"
     assert published.begun > before_s, "other coordinators believe it"
     assert find_resumed(run.folder, timeline).optimizer_step == 3, "a coordinator that comes back gives it again"
-    async with MemoryNetwork() as network:
-        await network.transport("coordinator").serve(run.giver.dispatcher)
-        replies = await list_snapshots(LONG.hash, network.transport("peer"), ["coordinator"])
-    assert [tuple(known) for known in replies["coordinator"].snapshots] == [(0, timeline.first_round, 3)]
+    restart = run.agreed._agreeing.membership.epoch.restart
+    assert (restart.first_round, restart.optimizer_step) == (timeline.first_round, 3)
+    async with run.network as network:
+        call = StateIndexCall(manifest=LONG.hash, of_stage=0, entry=restart.entries[0])
+        reply = await network.transport("peer").call("coordinator", call, timeout_s=5.0)
+    assert len(reply.tensors) == 1
     assert [event["kind"] for event in run.service.journal.newest][-1] == "rewound"
     run.see(now_s=200.0)
     await run.look()  # its peers have yet to hear of it
@@ -196,10 +223,11 @@ async def test_what_was_given_for_a_lost_stage_is_given_no_more(make_run):
     """Peers that go back must not begin with it."""
     run = make_run(saved=(2, 3, 4), on_divergence="rewind")
     newest = run.store.newest()
-    await run.giver.give(newest, Timeline(newest.round_number, newest.optimizer_step, newest.round_number))
+    await run.agree()
+    await run.agreed._giver.give(newest)
     run.see()
     await run.look()
-    assert [ref.optimizer_step for ref, _ in run.giver._snapshots.snapshots()] == [3]
+    assert [name.optimizer_step for name in run.agreed._giver.snapshots.names] == [3]
 
 
 async def test_it_ends_where_there_is_nothing_to_go_back_to(make_run):
@@ -215,7 +243,8 @@ async def test_it_ends_where_the_states_do_not_fit_on_the_disk(make_run, monkeyp
     async def full(*_):
         raise UserError("the states do not fit: make room")
 
-    monkeypatch.setattr(run.giver, "resume", full)
+    await run.agree()
+    monkeypatch.setattr(run.agreed, "resume", full)
     run.see()
     with pytest.raises(Diverged, match=r"and it cannot go back, since the states do not fit: make room\); its last"):
         await run.look()
@@ -326,19 +355,6 @@ def test_a_baseline_that_diverges_ends_with_a_line(tmp_path, monkeypatch, broken
         list(lines)
 
 
-def test_other_coordinators_believe_a_beginning_that_is_newer(tmp_path):
-    beginning = service.Beginning(Board(tmp_path, {}), "run", 1000.0)
-    beginning.see(5, 4)
-    beginning.begin_anew(Timeline(20, 3, 20), 1000.2)
-    assert beginning.begun_s == 1001, "in whole seconds"
-    assert beginning.record().reached() == (0, 0)
-    beginning.see(5, 4)
-    assert beginning.record().reached() == (0, 0), "of before"
-    beginning.see(22, 5)
-    assert beginning.record().reached() == (22, 5)
-    assert beginning.record().timeline() == Timeline(20, 3, 20)
-
-
 async def test_a_run_ends_by_itself_once_its_weights_have_diverged(make_run, monkeypatch):
     """The whole of a coordinator's loop: it ends, and writes that down."""
     run = make_run(saved=(3,))
@@ -353,11 +369,12 @@ async def test_a_run_ends_by_itself_once_its_weights_have_diverged(make_run, mon
     async def look(files, _):
         run.see()
 
-    async def nothing(*_):
-        return run.giver
+    async def agree(*_):
+        await run.agree()
+        return run.agreed
 
     monkeypatch.setattr(run.service, "_begin", begin)
-    monkeypatch.setattr(run.service, "_find_beginning", nothing)
+    monkeypatch.setattr(run.service, "_agree", agree)
     monkeypatch.setattr(run.service, "_look_at_run", look)
     monkeypatch.setattr(run.board, "keep_run", lambda *_: None, raising=False)
     monkeypatch.setattr(run.board, "watch", anyio.sleep_forever, raising=False)

@@ -12,8 +12,8 @@ from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import NoRoom, NotServing, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields

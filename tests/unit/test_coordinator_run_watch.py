@@ -86,7 +86,7 @@ def report(optimizer_step, loss=2.5, samples=8, seconds=2.0, round_number=None):
 
 
 def record(*reports, round_number=0, samples=0, validations=(), held_out=1000):
-    current = Progress(round_number=round_number, samples=samples, claimed=samples, loss_sum=0.0)
+    current = Progress(round_number=round_number, samples=samples)
     return ProgressRecord(
         current=current,
         finished=reports,

@@ -1,35 +1,27 @@
 """What the coordinator of a run does when the run's peers or its DHT do not give what they should."""
 
 import asyncio
-import json
-from contextlib import closing
 from types import SimpleNamespace
 
 import anyio
 import pytest
-import torch
-from memory_transport import MemoryNetwork
 
-from coordinator.checkpoints.resumed import note_resumed
-from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run import beginning, service
 from coordinator.run.beginning import Beginning
 from coordinator.run.events import RunEvents
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
 from coordinator.watch.ending import Farewell
-from coordinator.watch.metrics_file import METRICS, metrics_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, NoRoom, SwarmError
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.view import PeerState, PeerView
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.state.claims import list_snapshots
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import Assignment, TimelineRecord, timeline_key
@@ -157,73 +149,6 @@ class Board(FakeDHT):
         pass
 
 
-async def test_a_standby_leaves_the_timeline_of_a_resumed_run_as_it_is(tmp_path, monkeypatch):
-    """Newcomers would begin with the initial weights, and not with the checkpoint's."""
-    monkeypatch.setattr(service, "PUBLISH_RUN_S", 0.01)
-    board = Board(tmp_path, {})
-    key = timeline_key(board.identity.peer_id)
-    standby = RunService(RESOLVED, board, RunOptions(output=tmp_path, standby=True))
-    board.held[key] = TimelineRecord(first_round=0, first_optimizer_step=0, begun=standby.begun_s - 100)
-    await standby._beginning.find()
-    assert standby.begun_s == board.held[key].begun
-    resumed = board.held[key] = TimelineRecord(first_round=153, first_optimizer_step=100, begun=standby.begun_s + 50)
-    with anyio.move_on_after(0.1):
-        await standby._keep_published()
-    assert board.held[key] == resumed
-    assert standby.begun_s == resumed.begun
-
-
-@pytest.mark.parametrize(("last_round", "is_void"), [(102, True), (103, False)])
-async def test_a_successor_goes_on_with_what_is_of_the_run_since_it_was_resumed(tmp_path, last_round, is_void):
-    """The coordinator that resumed it may have died before a peer of each stage had its state."""
-    store = CheckpointStore(str(tmp_path / "checkpoints"))
-    store.save(2, MANIFEST, [StageState(2, "x", {"weight": torch.ones(2)})])
-    note_resumed(tmp_path, store.newest(), Timeline(103, 2, 103))
-    run, given = await begun(tmp_path, last_round, TimelineRecord(first_round=103, first_optimizer_step=2, begun=1))
-    assert given == [(0, 103, 2)]
-    assert run.watch.optimizer_step == 0, "no peer has told anything yet"
-    run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
-    assert run.watch.optimizer_step == (0 if is_void else 3)
-    assert run.watch.begun_at == (2 if is_void else 3)
-
-
-async def test_a_run_that_the_dht_has_forgotten_goes_on_from_where_its_folder_tells(tmp_path):
-    """A day has passed without a coordinator, and newcomers wait: they must not begin it anew."""
-    run, _ = await begun(tmp_path, 103, None)
-    assert run._beginning.record().reached() == (104, 3)
-    run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
-    assert (run.watch.optimizer_step, run.watch.begun_at) == (3, 3)
-
-
-async def test_a_run_of_which_nothing_is_known_begins_anew(tmp_path):
-    run, _ = await begun(tmp_path, None, None)
-    assert run._beginning.record().reached() == (0, 0)
-    run.watch.observe(SwarmView(1, (PEER,)), {}, 0.0)
-    assert (run.watch.optimizer_step, run.watch.begun_at) == (0, 0)
-
-
-async def begun(folder, last_round, record):
-    """A coordinator of a folder with one line of metrics.jsonl or none, and the snapshots that it gives."""
-    board = Board(folder, {})
-    if record is not None:
-        board.held[timeline_key(board.identity.peer_id)] = record
-    run = RunService(RESOLVED, board, RunOptions(output=folder, resume=True))
-    if last_round is not None:
-        step = metrics_line(
-            optimizer_step=3, round_number=last_round, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
-        )
-        (folder / METRICS).write_text(json.dumps(step) + "\n")
-    (folder / "scratch").mkdir()
-    async with MemoryNetwork() as network:
-        with closing(run._open_files()) as files:
-            async with anyio.create_task_group() as tasks:
-                await run._find_beginning(network.transport("coordinator"), tasks, files, folder / "scratch")
-                if record is None:
-                    tasks.cancel_scope.cancel()
-        replies = await list_snapshots(MANIFEST.hash, network.transport("peer"), ["coordinator"])
-    return run, [tuple(known) for known in replies["coordinator"].snapshots]
-
-
 async def published(run):
     """Have a coordinator publish what it knows."""
     with pytest.MonkeyPatch.context() as patches, anyio.move_on_after(0.1):
@@ -247,52 +172,6 @@ async def test_how_far_the_run_has_come_is_published_and_outlives_a_coordinator(
     assert board.held[key].reached() == (53, 41)
 
 
-async def test_the_first_optimizer_step_is_published_at_once(tmp_path):
-    """From then on newcomers do not begin the run anew."""
-    board = Board(tmp_path, {})
-    key = timeline_key(board.identity.peer_id)
-    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
-    for round_number in (0, 1):
-        run.watch.lines.append({"round": round_number, "optimizer_step": round_number + 1})
-        await published(run)
-        assert board.held[key].reached() == (1, 1), "later ones each minute"
-
-
-async def test_the_first_optimizer_step_is_told_until_the_dht_takes_it(tmp_path):
-    """Where it does not answer for a moment, newcomers must not begin the run anew for a minute."""
-    board = Board(tmp_path, {})
-    store, failures = board.store, [False, False]
-
-    async def store_late(*asked, **options):
-        return failures.pop() if failures else await store(*asked, **options)
-
-    board.store = store_late
-    run = RunService(RESOLVED, board, RunOptions(output=tmp_path))
-    run.watch.lines.append({"round": 0, "optimizer_step": 1})
-    await published(run)
-    assert not failures
-    assert board.held[timeline_key(board.identity.peer_id)].reached() == (1, 1)
-
-
-async def test_what_was_before_a_run_was_resumed_has_not_been_reached(tmp_path, monkeypatch):
-    """Neither what an older record tells, nor what a standby has seen, further than the one that resumes."""
-    monkeypatch.setattr(service, "PUBLISH_RUN_S", 0.01)
-    board = Board(tmp_path, {})
-    key = timeline_key(board.identity.peer_id)
-    resumed = RunService(RESOLVED, board, RunOptions(output=tmp_path))
-    resumed._beginning.timeline = Timeline(160, 40, 160)
-    board.held[key] = TimelineRecord(first_round=0, first_optimizer_step=0, begun=1, reached_round=99)
-    await published(resumed)
-    assert board.held[key].reached() == (0, 0)
-    standby = RunService(RESOLVED, board, RunOptions(output=tmp_path, standby=True))
-    standby.watch.lines.append({"round": 170, "optimizer_step": 100})
-    await published(standby)
-    assert board.held[key].reached() == (0, 0)
-    standby.watch.lines.append({"round": 180, "optimizer_step": 60})
-    await published(standby)
-    assert board.held[key].reached() == (181, 60)
-
-
 @pytest.mark.parametrize(("is_told", "left", "complaint"), [(True, 0, ""), (True, 2, "2 peers"), (False, 0, "the DHT")])
 async def test_an_operator_learns_that_peers_may_not_have_heard_of_the_end(
     tmp_path, monkeypatch, caplog, is_told, left, complaint
@@ -309,35 +188,52 @@ async def test_an_operator_learns_that_peers_may_not_have_heard_of_the_end(
     assert [line[: len(told[0])] for line in options.promises.unkept()] == told
 
 
-@pytest.mark.parametrize(
-    ("own", "known", "is_taken"),
-    [
-        (((0, 0), 100), ((0, 0), 40), True),
-        (((0, 0), 100), ((0, 0), 140), False),
-        (((0, 0), 100), ((9, 5), 40), True),
-        (((9, 5), 40), ((0, 0), 100), False),
-        (((9, 5), 40), ((30, 20), 100), True),
-        (((30, 20), 100), ((9, 5), 40), False),
-    ],
-    ids=["begun earlier", "begun later", "resumed", "not found", "resumed again", "of the time before"],
-)
-async def test_which_beginning_of_a_run_is_believed(tmp_path, own, known, is_taken):
-    records = [TimelineRecord(first_round=of[0], first_optimizer_step=of[1], begun=at) for of, at in (own, known)]
-    believed = Beginning(Board(tmp_path, {timeline_key("run"): records[1]}), "run", records[0].begun)
-    believed.timeline = records[0].timeline()
-    assert await believed.learn()
-    assert believed.record() == records[is_taken]
+def beginning_of(folder, known):
+    return Beginning(Board(folder, {} if known is None else {timeline_key("run"): known}), "run", 500)
 
 
-async def test_how_far_a_run_has_come_does_not_fall_with_what_one_coordinator_sees(tmp_path):
-    """Newcomers that find it less far would begin it anew."""
+async def test_a_beginning_changes_with_the_epoch_of_a_run_that_is_resumed_and_with_no_later_term(tmp_path):
+    """The end of a run that names its beginning holds until it is resumed."""
     known = TimelineRecord(
         first_round=0, first_optimizer_step=0, begun=100, reached_round=53, reached_optimizer_step=41
     )
-    beginning = Beginning(Board(tmp_path, {timeline_key("run"): known}), "run", 500)
+    beginning = beginning_of(tmp_path, known)
+    await beginning.find()
+    assert beginning.record() == known
+    beginning.follow(FIRST_TIMELINE, 150)
+    assert beginning.record() == known
+    beginning.follow(Timeline(60, 40, 60), 700)
+    assert beginning.record() == TimelineRecord(first_round=60, first_optimizer_step=40, begun=700)
+    await beginning.learn()
+    assert beginning.record().reached() == (0, 0), "that was before"
+
+
+async def test_how_far_a_run_has_come_does_not_fall_with_what_one_coordinator_sees(tmp_path):
+    """A coordinator that knows nothing else would begin it anew."""
+    known = TimelineRecord(
+        first_round=0, first_optimizer_step=0, begun=100, reached_round=53, reached_optimizer_step=41
+    )
+    beginning = beginning_of(tmp_path, known)
     await beginning.find()
     beginning.see(5, 5)
     assert beginning.record() == known
+    late = beginning_of(tmp_path, known)
+    late.see(5, 5)
+    await late.learn()
+    assert late.record().reached() == (53, 41)
+
+
+async def test_what_was_before_a_run_was_resumed_has_not_been_reached(tmp_path):
+    """A coordinator still sees the peers where they were."""
+    beginning = beginning_of(tmp_path, None)
+    await beginning.find()
+    beginning.see(5, 4)
+    beginning.follow(Timeline(20, 3, 20), 1000)
+    for round_number in (5, 20):
+        beginning.see(round_number, 4)
+        assert beginning.record().reached() == (0, 0)
+    beginning.see(22, 5)
+    assert beginning.record().reached() == (22, 5)
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -359,17 +255,6 @@ async def test_the_end_of_a_run_waits_for_the_last_checkpoint_but_not_for_ever(t
     with anyio.fail_after(5):
         await finishing
     assert written == ([] if is_slow else ["checkpoint"])
-
-
-async def test_a_run_that_was_resumed_since_is_not_the_one_that_was_saved(tmp_path):
-    """Its peers would be told to go."""
-    known = TimelineRecord(first_round=9, first_optimizer_step=5, begun=100)
-    found = Beginning(Board(tmp_path, {timeline_key("run"): known}), "run", 500)
-    nothing = Beginning(Board(tmp_path, {}), "run", 500)
-    for each in (found, nothing):
-        await each.find()
-    assert [found.has_begun_after(at_s) for at_s in (99.0, 100.0, 300.0)] == [True, False, False]
-    assert not nothing.has_begun_after(99.0), "this process has begun then, and not the run"
 
 
 class Coordination:

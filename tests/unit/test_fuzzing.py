@@ -21,57 +21,38 @@ from typing import Any
 
 import msgpack
 import pytest
-from contexts import make_context, unparsed
 from test_wire_places import COORDINATOR, GOOD, HASH, PEER, RUN, RUN_KEY, key_id, manifest
 from test_wire_records import ASSIGNMENT, RECORDS
 
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.codecs import CODECS
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, UserError
-from swarm_peer.policy.data.ranges import SliceId, WindowRange
-from swarm_peer.policy.data.sample_ledger import SampleLedger
+from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import choose_stage
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Claim, SnapshotRef, choose_rewind, credible, find_standing
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, fault_of
-from swarm_peer.policy.voting import AveragingVote, agree
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.network.progress import ProgressBook
 from swarm_peer.runtime.network.transport import AnyBody, check_body, error_from_body, unpack_fields
 from swarm_peer.runtime.state.index import num_bytes, timeline_of
+from swarm_peer.wire import ledger_codec
 from swarm_peer.wire.codecs import decode, decode_tokens, encoded_bytes
 from swarm_peer.wire.frames import FrameType, parse_frame, parse_lengths
 from swarm_peer.wire.identity import Identity, is_peer_id
-from swarm_peer.wire.ledger_codec import decode_ledger, encode_ledger
+from swarm_peer.wire.ledger_codec import encode_ledger
 from swarm_peer.wire.messages import (
     AgreeCall,
     AveragePartCall,
     Body,
-    CommitGradientCall,
-    CountsCall,
-    CountsReply,
     GiveCall,
-    GoodbyeCall,
-    GradientChunkCall,
-    GreetCall,
-    LeaseCall,
-    LeaseReply,
-    ListSnapshotsCall,
-    ListSnapshotsReply,
     MicrobatchCall,
     MicrobatchReply,
-    ReadyCall,
-    ReadyReply,
-    RewindCall,
-    RewindReply,
     StateChunkCall,
     StateEntry,
     StateIndex,
     StateIndexCall,
-    VoteCall,
-    VoteReply,
 )
 from swarm_peer.wire.packing import unpack
 from swarm_peer.wire.passes import INVITE_PREFIX, Invite, PassRecord, Revocations, RevocationsRecord, open_pass
@@ -98,12 +79,10 @@ MOST_BYTES = 32 * 2**20
 MOST_SENT_BYTES = 2**20
 
 MANIFEST = manifest()
-COUNTS = ((PEER.peer_id, seal(Progress(round_number=1, samples=2, claimed=2, loss_sum=1.0), HASH, PEER)),)
 IN_ROUND = {"manifest": HASH, "stage": 1, "round_number": 1}
 TIMELINE = dict.fromkeys(
     ("timeline_first_round", "timeline_first_optimizer_step", "timeline_created_at_round", "round_number"), 0
 )
-RANGES = (WindowRange(0, 1, 2, 3), WindowRange(0, 2, 0, 0, True))
 INDEX = StateIndex(
     stage=1,
     kind="state",
@@ -123,50 +102,22 @@ BODIES: tuple[Body, ...] = (
         num_samples=2,
         length=8,
         timeout_s=1.5,
-        counts=COUNTS,
+        base=("head",),
     ),
-    MicrobatchReply(loss_sum=1.0, samples_per_s=2.0, counts=COUNTS),
-    CountsCall(manifest=HASH, round_number=1, counts=COUNTS),
-    CountsReply(round_number=1, timeline=0, counts=COUNTS),
-    GreetCall(**IN_ROUND, counts=COUNTS),
-    ReadyCall(**IN_ROUND, timeline=0, attempt=0, counts=COUNTS),
-    ReadyReply(attempt=0, history_hash="x", weights_digest="y", samples=2, counts=COUNTS),
-    VoteCall(**IN_ROUND, attempt=0),
-    VoteReply(attempt=0, checksum="x", samples=2),
+    MicrobatchReply(loss_sum=1.0, samples_per_s=2.0, base=("head", "other"), receipt=b"receipt"),
     AveragePartCall(manifest=HASH, stage=1, group=bytes(32), part=0),
-    GoodbyeCall(manifest=HASH, serial=7, counts=COUNTS),
     AgreeCall(manifest=HASH),
     GiveCall(manifest=HASH, stage=1, offset=0, num_bytes=4),
-    LeaseCall(manifest=HASH, timeline_first_round=0, slices=(SliceId(0, 1),), believed=(SliceId(0, 2),), counts=COUNTS),
-    LeaseReply(
-        refused=((SliceId(0, 1), PEER.peer_id), (SliceId(0, 2), None)),
-        facts=(WindowRange(0, 1, 2, 3, True),),
-        current_pass=0,
-        corrections=(SliceId(0, 2),),
-        counts=COUNTS,
-    ),
-    GradientChunkCall(**IN_ROUND, transfer=bytes(16), offset=0),
-    CommitGradientCall(**IN_ROUND, transfer=bytes(16), samples=(2,), sha256=bytes(32), counted=((bytes(16), 2),)),
     StateIndexCall(manifest=HASH, of_stage=1),
     INDEX,
     StateChunkCall(manifest=HASH, index=bytes(32), entry=0, chunk=0),
-    ListSnapshotsCall(manifest=HASH),
-    ListSnapshotsReply(**TIMELINE, snapshots=((1, 2, 2), (0, 2, 2))),
-    RewindCall(manifest=HASH, lost_stage=1, first_round=4, first_optimizer_step=2, created_at_round=2),
-    RewindReply(round_number=4),
 )
 ALL_RECORDS: tuple[Record, ...] = (
     *RECORDS,
     ASSIGNMENT,
     RoundReport(round_number=1, optimizer_step=1, samples=8, loss=2.5, seconds=1.5),
     Validation(round_number=2, optimizer_step=1, samples=4, held_out=8, loss_sum=11.0),
-    Progress(
-        round_number=1,
-        samples=2,
-        claimed=2,
-        loss_sum=1.0,
-        ranges=(WindowRange(0, 1, 2, 3), WindowRange(0, 2, 0, 0, True)),
-    ),
+    Progress(round_number=1, samples=2),
 )
 INVITE_AT = ["/ip4/1.2.3.4/tcp/1", f"/ip4/1.2.3.4/tcp/1/p2p/{RUN_KEY.peer_id}", f"/ip6/2::1/tcp/1/p2p/{PEER.peer_id}"]
 INVITE = Invite.issue(RUN_KEY, INVITE_AT, label="friends", expires=2**39, at_once=2)
@@ -326,36 +277,21 @@ def read_error(rng: Chance) -> Iterator[Callable[[], Any]]:
 def read_body(rng: Chance) -> Iterator[Callable[[], Any]]:
     valid = rng.choice(BODIES)
     data = packed(valid.model_dump(), rng)
-    yield lambda: use(check_body(type(valid), unpack(data, "body")), rng)
+    yield lambda: use(check_body(type(valid), unpack(data, "body")))
 
 
 def read_index(rng: Chance) -> Iterator[Callable[[], Any]]:
     data = memoryview(packed(INDEX.model_dump(), rng))
-    yield lambda: use(unpack_fields(StateIndex, data), rng)
+    yield lambda: use(unpack_fields(StateIndex, data))
 
 
-def use(body: AnyBody, rng: Chance) -> None:
+def use(body: AnyBody) -> None:
     """What peers do with a body that fits its schema, as far as that is pure."""
     match body:
         case StateIndex():
             sum(num_bytes(entry) for entry in body.entries)
             timeline_of(body).optimizer_step_at(body.round_number)
             timeline_of(body).creation_round(body.round_number)
-        case ListSnapshotsReply():
-            timeline = timeline_of(body)
-            claims = credible({"a": Claim(0, 5, FIRST_TIMELINE), "b": Claim(1, body.round_number, timeline)})
-            standing = find_standing(FIRST_TIMELINE, list(claims.values()))
-            refs = [SnapshotRef(*ref) for ref in body.snapshots]
-            choose_rewind({"a": [SnapshotRef(0, 2, 2)], "b": refs}, 2, 1, standing.optimizer_step, 0)
-        case VoteReply(attempt=int() as attempt):
-            votes = {"me": AveragingVote(attempt, "x", 2), "other": AveragingVote(attempt, body.checksum, body.samples)}
-            agree("me", votes, may_retry=rng.random() < 0.5)
-        case LeaseReply() | LeaseCall():
-            ledger = SampleLedger(64)
-            for slice_id in body.slices if isinstance(body, LeaseCall) else body.corrections:
-                ledger.grant(slice_id, "a", {"a", "b"})
-            if isinstance(body, LeaseReply):
-                ledger.add(ledger.credible("a", body.facts, {SliceId(0, 1)}))
 
 
 def signed(record: Record, body: bytes, run: str, rng: Chance, author: Identity = PEER) -> bytes:
@@ -368,19 +304,6 @@ def read_record(rng: Chance) -> Iterator[Callable[[], Any]]:
     valid = rng.choice(ALL_RECORDS)
     envelope = signed(valid, packed(valid.model_dump(), rng), HASH, rng)
     yield lambda: unseal(type(valid), envelope, HASH, PEER.peer_id)
-
-
-def read_count(rng: Chance) -> Iterator[Callable[[], Any]]:
-    book = ProgressBook(
-        context=make_context(unparsed(HASH, global_batch_size=8), identity=COORDINATOR),
-        incarnation=1,
-        is_author=lambda peer_id: True,
-        on_stranger=lambda peer_id: None,
-    )
-    envelope = signed(ALL_RECORDS[-1], packed(ALL_RECORDS[-1].model_dump(), rng), HASH, rng)
-    yield lambda: book.merge([(PEER.peer_id, envelope), *COUNTS])
-    yield lambda: SampleLedger(64).add(book.counter.ranges_from(0))
-    yield lambda: book.counter.may_claim(1, book.author, [PEER.peer_id], 2)
 
 
 def read_pass(rng: Chance) -> Iterator[Callable[[], Any]]:
@@ -421,14 +344,14 @@ def read_peer_id(rng: Chance) -> Iterator[Callable[[], Any]]:
     yield lambda: is_peer_id(text)
 
 
-LEDGER = SampleLedger(64)
+LEDGER = Ledger(64)
 LEDGER.add([WindowRange(0, index, 0, 5, index % 2 == 0) for index in range(20)])
 
 
 def read_ledger(rng: Chance) -> Iterator[Callable[[], Any]]:
     fields = unpack(encode_ledger(LEDGER), "ledger")
     data = packed(fields, rng)
-    yield lambda: decode_ledger(data, 64)
+    yield lambda: ledger_codec.read_ledger(data, 64)
 
 
 def read_tensor(rng: Chance) -> Iterator[Callable[[], Any]]:
@@ -527,7 +450,6 @@ TARGETS = (
     Target(read_body, 5),
     Target(read_index, 2),
     Target(read_record, 5),
-    Target(read_count, 3),
     Target(read_stored, 3),
     Target(read_pass, 2),
     Target(read_peer_id, 1),

@@ -12,7 +12,7 @@ from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.stage import StageModule
 from swarm_peer.model.training import StageTrainer, max_state_bytes
-from swarm_peer.runtime.state.index import digest_weights
+from swarm_peer.runtime.state.roots import root_of
 
 MODES = {
     "synchronous": {"mode": "synchronous"},
@@ -102,17 +102,14 @@ def test_only_what_is_trained_moves(mode, optimizer):
 
 
 @EACH_MODE
-def test_what_is_averaged_and_given_away_is_of_the_trained_alone(mode):
-    leaving, staying = trainers_of(resolved_of(mode), 2)
-    assert leaving.shapes == [value.shape for name, value in parameters(leaving).items() if not is_frozen(name)]
-    for trainer in (leaving, staying):
-        compute(trainer, 1)
-    for sums, num_samples in leaving.strategy.give_away():
-        assert num_samples in (0, 3)
-        assert [each.shape for each in sums] == leaving.shapes
-    staying.strategy.take_in(leaving.strategy.give_away())
-    means, _ = staying.strategy.contribution(staying.mean_gradients(), staying.num_samples)
-    assert [mean.shape for mean in means] in ([], staying.shapes), "nothing yet in a period"
+def test_what_is_averaged_is_of_the_trained_alone(mode):
+    [trainer] = trainers_of(resolved_of(mode), 1)
+    assert trainer.shapes == [value.shape for name, value in parameters(trainer).items() if not is_frozen(name)]
+    compute(trainer, 1)
+    means, _ = trainer.strategy.contribution(trainer.mean_gradients(), trainer.num_samples)
+    assert [mean.shape for mean in means] in ([], trainer.shapes), "nothing yet in a period"
+    if mode == "periodic":
+        assert [mean.shape for mean in trainer.strategy.difference()[0]] == trainer.shapes
 
 
 @EACH_MODE
@@ -167,12 +164,10 @@ def test_digests_are_of_the_trained_alone(mode):
     one, other = trainers_of(resolved_of(mode), 2)
     with torch.no_grad():
         other.module.lm_head.weight.add_(1.0)
-    assert digest_weights(one.strategy.shared_weights()) == digest_weights(other.strategy.shared_weights())
+    assert root_of(one.state(), b"") == root_of(other.state(), b"")
     other.set_weights([value + 1 for value in other.trained.values()])
     has_outer_weights = mode == "periodic"
-    assert (
-        digest_weights(one.strategy.shared_weights()) == digest_weights(other.strategy.shared_weights())
-    ) is has_outer_weights
+    assert (root_of(one.state(), b"") == root_of(other.state(), b"")) is has_outer_weights
 
 
 def test_gradients_pass_through_what_is_frozen():

@@ -108,3 +108,47 @@ def test_begun_slices_come_first_and_the_others_by_lot():
     assert order[0] == 7
     assert sorted(order) == [i for i in range(40) if i != 9]
     assert order[1:] != sorted(order[1:])
+
+
+def finish_pass(ledger, pass_number):
+    ledger.add(windows(pass_number, index, 0, 3, True) for index in range(ledger.num_slices))
+
+
+def test_a_ledger_has_slices() -> None:
+    with pytest.raises(ValueError, match="a pass of 0 slices"):
+        Ledger(0)
+
+
+def test_what_was_there_is_a_duplicate() -> None:
+    ledger = Ledger(4)
+    assert ledger.add([WindowRange(0, 0, 0, 5), WindowRange(0, 0, 8, 10)]) == 0
+    assert ledger.add([WindowRange(0, 0, 3, 9)]) == 3
+    assert ledger.add([WindowRange(0, 1, 3, 9)]) == 0, "another slice"
+    assert ledger.add([WindowRange(1, 0, 3, 9)]) == 0, "another pass"
+    ledger.add([WindowRange(0, 0, 10, 10, True)])
+    assert ledger.add([WindowRange(0, 0, 2, 4)]) == 2, "of a finished slice"
+    finish_pass(ledger, 0)
+    assert ledger.current_pass == 1
+    assert ledger.add([WindowRange(0, 3, 0, 2)]) == 2, "of a pass that is over"
+
+
+def test_of_two_ends_the_smaller_one_counts() -> None:
+    """Peers whose data differ must not wait for windows that one of them lacks."""
+    for ends in ((5, 7), (7, 5)):
+        ledger = Ledger(4)
+        for end in ends:
+            ledger.add([WindowRange(0, 0, end, end, True)])
+        ledger.add([WindowRange(0, 0, 0, 5)])
+        assert ledger.is_finished(SliceId(0, 0))
+
+
+def test_the_next_pass_begins_when_all_slices_are_finished() -> None:
+    ledger = Ledger(4)
+    finish_pass(ledger, 1)
+    ledger.add([WindowRange(2, 0, 0, 1)])
+    assert ledger.current_pass == 0, "a later pass may be finished before"
+    finish_pass(ledger, 0)
+    assert ledger.current_pass == 2
+    assert ledger.is_finished(SliceId(1, 3))
+    assert not ledger.is_finished(SliceId(2, 0))
+    assert list(ledger.facts()) == [WindowRange(2, 0, 0, 1)]

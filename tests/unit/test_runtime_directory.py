@@ -16,7 +16,7 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import directory as directory_module
-from swarm_peer.runtime.network.directory import LOOKS_AT_ONCE, SERVED_REMEMBERED, Directory
+from swarm_peer.runtime.network.directory import LOOKS_AT_ONCE, Directory
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.records import stage_key
 
@@ -82,19 +82,15 @@ def seen(directory):
     return [peer.peer_id for peer in directory.view.peers]
 
 
-def unreached(directory):
-    return [peer.peer_id for peer in directory.unreached()]
-
-
 async def test_who_cannot_be_reached_is_out_of_the_view_until_it_announces_itself_again(directory, dht):
-    assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+    assert seen(directory) == ["a", "b"]
     directory.drop("a")
-    assert (seen(directory), unreached(directory)) == (["b"], ["a"])
+    assert seen(directory) == ["b"]
     await directory.refresh([0, 1])
-    assert (seen(directory), unreached(directory)) == (["b"], ["a"])
+    assert seen(directory) == ["b"]
     dht.serials["a"] = 2
     await directory.refresh([0, 1])
-    assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+    assert seen(directory) == ["a", "b"]
 
 
 async def test_stages_are_looked_up_side_by_side(directory, dht, monkeypatch):
@@ -124,7 +120,7 @@ async def test_where_the_dht_does_not_answer_the_rest_of_the_view_stays(director
 
 async def test_who_has_said_goodbye_is_not_waited_for(directory, dht):
     directory.drop("a", serial=5)
-    assert (seen(directory), unreached(directory)) == (["b"], [])
+    assert seen(directory) == ["b"]
     dht.serials["a"] = 5  # its last words, which come late
     await directory.refresh([0, 1])
     assert seen(directory) == ["b"]
@@ -162,7 +158,6 @@ async def test_who_has_left_its_stage_is_gone_at_once(directory, dht):
     assert (seen(directory), directory.view.left) == (["b"], {"a"})
     assert directory.view.serving(1) == directory.view.in_stage(1) == directory.view.peers
     directory.drop("a")
-    assert unreached(directory) == [], "nobody waits for it"
     assert "a" not in [peer.peer_id for peer in directory.overdue()]
 
 
@@ -218,43 +213,6 @@ def standing_at(round_number, state="serving", serial=3):
     )
 
 
-async def test_how_far_the_run_has_come_is_told_by_those_who_serve_and_remembered_when_nobody_does(dht):
-    clock, lifetime_s = MovedClock(now=100.0), MANIFEST.limits.announcement_s
-    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
-    dht.serials = {}
-    dht.elsewhere = {(0, name): standing_at(number) for name, number in (("a", 40), ("b", 41), ("c", 40))}
-    dht.elsewhere |= {(0, "liar"): standing_at(2**40 - 1), (0, "joins"): standing_at(2**39, "joining")}
-    await directory.refresh([0])
-    assert directory.furthest() == (41, 41)
-    clock.now += 5 * lifetime_s
-    dht.elsewhere = {(0, "liar"): standing_at(2**40 - 1, "joining", serial=4)}
-    await directory.refresh([0])
-    assert directory.furthest() == (41, 41)
-
-
-async def test_how_far_a_peer_has_said_that_the_run_has_come_is_forgotten_in_the_end(dht):
-    clock, lifetime_s = MovedClock(now=100.0), MANIFEST.limits.announcement_s
-    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
-    dht.serials, dht.elsewhere = {}, {(0, "liar"): standing_at(2**40 - 1)}
-    await directory.refresh([0])
-    assert directory.furthest() == (2**40 - 1, 2**40 - 1)
-    dht.elsewhere = {}
-    clock.now += SERVED_REMEMBERED * lifetime_s + 1
-    await directory.refresh([0])
-    assert directory.furthest() == (0, 0)
-
-
-async def test_a_run_has_come_as_far_as_its_last_peers_say_however_many_left_long_ago(dht):
-    clock, lifetime_s = MovedClock(now=100.0), MANIFEST.limits.announcement_s
-    directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
-    dht.serials, dht.elsewhere = {}, {(0, f"early {number}"): standing_at(10) for number in range(9)}
-    await directory.refresh([0])
-    clock.now += 2 * lifetime_s
-    dht.elsewhere = {(0, "late"): standing_at(500)}
-    await directory.refresh([0])
-    assert directory.furthest() == (500, 500)
-
-
 async def test_that_a_peer_has_left_is_forgotten_like_any_announcement(dht):
     clock = MovedClock(now=100.0)
     directory = Directory(manifest=MANIFEST, dht=dht, clock=clock, metrics=PeerMetrics(), changed=Condition())
@@ -269,7 +227,7 @@ async def test_that_a_peer_has_left_is_forgotten_like_any_announcement(dht):
 
 async def test_strangers_cannot_be_dropped(directory):
     directory.drop("nobody")
-    assert (seen(directory), unreached(directory)) == (["a", "b"], [])
+    assert seen(directory) == ["a", "b"]
 
 
 async def test_addresses_are_those_that_peers_in_view_tell_of_themselves(dht):

@@ -6,12 +6,12 @@ import pytest
 from swarm_peer.errors import NotServing
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Reply
-from swarm_peer.wire.messages import CountsCall, StateIndexCall, VoteCall
+from swarm_peer.wire.messages import AgreeCall, AveragePartCall, StateIndexCall
 
 RUN = "0123456789abcdef" * 2
-VOTE = {"manifest": RUN, "round_number": 0, "attempt": 0}
+PART = {"manifest": RUN, "group": bytes(32), "part": 0}
 STATE = {"manifest": RUN, "kind": "state"}
-COUNTS = {"manifest": RUN, "round_number": 0, "counts": ()}
+AGREE = {"manifest": RUN}
 
 
 class Replica:
@@ -43,17 +43,17 @@ def dispatcher(replicas):
 
     made = CallDispatcher(manifest_hash=RUN, calls={StateIndexCall: find_state})
     for stage, replica in replicas.items():
-        made.add(stage, {VoteCall: replica.answer, CountsCall: replica.answer})
+        made.add(stage, {AveragePartCall: replica.answer, AgreeCall: replica.answer})
     return made
 
 
 async def test_a_replica_that_closes_answers_no_call_that_is_under_way_and_keeps_none(dispatcher, replicas):
     """They would hold its weights in memory, while the next stage is made."""
     calls = [
-        ("vote", VOTE | {"stage": 1}),
+        ("average_part", PART | {"stage": 1}),
         ("state_index", STATE | {"of_stage": 1}),
-        ("counts", COUNTS),
-        ("vote", VOTE | {"stage": 2}),
+        ("agree", AGREE),
+        ("average_part", PART | {"stage": 2}),
         ("state_index", STATE | {"of_stage": 2}),
     ]
     calling = [asyncio.ensure_future(dispatcher("caller", op, fields, ())) for op, fields in calls]

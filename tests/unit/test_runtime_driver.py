@@ -17,7 +17,7 @@ from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.protocol.log import Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
-from swarm_peer.runtime.state.agreed_states import Taken
+from swarm_peer.runtime.state.states import Taken
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step import giving
 from swarm_peer.runtime.step.driver import RoundDriver

@@ -14,6 +14,12 @@ import torch
 from contexts import ReadClock, begin_round, dispatcher, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
+from swarm_peer.policy.progress_counter import RoundCount
+from swarm_peer.runtime.network.gossip import Gossip
+from swarm_peer.runtime.network.progress import ProgressBook
+from swarm_peer.runtime.network.swarm_access import SwarmAccess
+from swarm_peer.runtime.step.barrier import Barrier
+from swarm_peer.runtime.step.handover import GradientHandover
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import (
@@ -31,13 +37,9 @@ from swarm_peer.errors import (
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId, WindowRange, ranges_of
-from swarm_peer.policy.progress_counter import RoundCount
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.view import Life, PeerState, PeerView, SwarmView
-from swarm_peer.runtime.network.gossip import Gossip
-from swarm_peer.runtime.network.progress import ProgressBook
-from swarm_peer.runtime.network.swarm_access import SwarmAccess
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.stage import executor as executor_module
 from swarm_peer.runtime.stage import stage_client
@@ -50,8 +52,6 @@ from swarm_peer.runtime.stage.rounds import RoundBook, Transfer
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient, time_of_callee
 from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.step import handover as handover_module
-from swarm_peer.runtime.step.barrier import Barrier
-from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.wire.codecs import bytes_of, encode, encode_tokens, encoded_bytes
 from swarm_peer.wire.fields import MAX_SAMPLES
 from swarm_peer.wire.identity import Identity

@@ -37,8 +37,9 @@ class ScriptedMover(Mover):
         lifecycle.enter(PeerState.SERVING)
         parts = SimpleNamespace(
             context=make_context(MANIFEST, options=OPTIONS),
-            directory=SimpleNamespace(announce=self._announce),
+            directory=SimpleNamespace(announce=self._announce, refresh_surely=None),
             device=SimpleNamespace(type="cpu"),
+            agreement=None,
         )
         super().__init__(parts=parts, lifecycle=lifecycle, counted=None)
         self._check_error, self._prepare_error, self._stays = check, prepare, stays
@@ -94,18 +95,19 @@ async def test_a_device_that_turns_out_too_small_for_both_stages_costs_the_prese
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     async def open_replica(parts, stage, counted):
-        async def join(donors):
-            run_out()
-
         if fails == "open":
             run_out()
-        return SimpleNamespace(parts=SimpleNamespace(step_loop=SimpleNamespace(join=join)), stage_mates=lambda: ["m"])
+        return SimpleNamespace(parts=SimpleNamespace(sources=None))
+
+    async def prepare(agreement, stage, sources):
+        run_out()
 
     async def look(stages):
         return SimpleNamespace(serving=lambda stage: ["m"])
 
     monkeypatch.setattr(movers, "has_room_beside", lambda *args: True)
-    monkeypatch.setattr(movers.StageReplica, "open", open_replica)
+    monkeypatch.setattr(movers, "prepare", prepare)
+    monkeypatch.setattr(movers.Replica, "open", open_replica)
     mover = ScriptedMover()
     mover._directory.refresh_surely = look
     assert await Mover._prepare(mover, mover.replica, 0) is None, "it closes the present one first"
@@ -127,7 +129,8 @@ class PreparingMover(ScriptedMover):
         self.seen, self._fails = [], list(fails)
         self._directory.refresh_surely = self._look
         monkeypatch.setattr(movers, "has_room_beside", lambda *args: True)
-        monkeypatch.setattr(movers.StageReplica, "open", self._open)
+        monkeypatch.setattr(movers.Replica, "open", self._open)
+        monkeypatch.setattr(movers, "prepare", self._take_state)
 
     async def _announce(self):
         self.seen.append(("announced", self.moving_to))
@@ -139,9 +142,10 @@ class PreparingMover(ScriptedMover):
         self.seen.append(("downloads", self.moving_to))
         if self._fails and (error := self._fails.pop(0)):
             raise error
-        return SimpleNamespace(
-            parts=SimpleNamespace(step_loop=SimpleNamespace(join=self._look)), stage_mates=lambda: ["m"]
-        )
+        return SimpleNamespace(parts=SimpleNamespace(sources=None))
+
+    async def _take_state(self, agreement, stage, sources):
+        pass
 
     async def _prepare(self, replica, stage):
         return await Mover._prepare(self, replica, stage)

@@ -19,8 +19,8 @@ from made_up_slices import FakeReader
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import HubFailed, UserError
+from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, SliceId, Uncounted, WindowRange, ranges_of
-from swarm_peer.policy.data.sample_ledger import SampleLedger
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.data import prefetch as samples
@@ -73,6 +73,11 @@ async def pool_of(
         tasks.cancel_scope.cancel()
 
 
+def is_read_out(pool: SamplePool) -> bool:
+    """Whether no leased slice has more to read at present."""
+    return pool._unread.keys() <= pool._resting
+
+
 async def until(pool: SamplePool, condition: Callable[[], bool]) -> None:
     await pool._changed.wait_for(condition)
 
@@ -100,10 +105,10 @@ async def test_samples_of_open_slices_come_mixed_and_in_order() -> None:
 
 async def test_ends_are_told_and_make_room_for_leases() -> None:
     async with pool_of(FakeReader(2, 0, 3)) as pool:
-        assert pool.is_read_out
+        assert is_read_out(pool)
         for index in range(3):
             pool.add_lease(SliceId(4, index), ALL_WINDOWS)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert pool.num_wanted(1) == OPEN_SLICES
         assert sorted(pool.take_ends()) == [WindowRange(4, i, n, n, True) for i, n in enumerate((2, 0, 3))]
         assert pool.take_ends() == []
@@ -114,7 +119,7 @@ async def test_of_a_slice_that_had_been_begun_the_rest_is_given_out() -> None:
     async with pool_of(FakeReader(10)) as pool:
         pool.add_lease(SliceId(0, 0), Uncounted(((1, 3),), 8))
         assert [sample.window for sample in ids(await pool.next_samples(4))] == [1, 2, 8, 9]
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert pool.take_ends() == [WindowRange(0, 0, 10, 10, True)]
 
 
@@ -127,7 +132,7 @@ async def test_an_older_pass_is_read_first() -> None:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
         threads.allow()
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         passes = [sample.pass_number for sample in reader.read]
         assert passes == [1] * WINDOWS_AT_A_TIME + [0] * 80 + [1] * (40 - WINDOWS_AT_A_TIME)
         given = ids(await pool.next_samples(120))
@@ -154,7 +159,7 @@ async def test_a_full_pool_goes_on_when_there_is_room() -> None:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         await pool._stock.wait_for(lambda: pool._num_ready() >= SAMPLES_AHEAD)
         await pool.next_samples(1)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
 
 
 async def test_a_full_pool_goes_on_when_a_slice_is_lost() -> None:
@@ -164,7 +169,7 @@ async def test_a_full_pool_goes_on_when_a_slice_is_lost() -> None:
             pool.add_lease(SliceId(0, index), ALL_WINDOWS)
         await pool._stock.wait_for(lambda: pool._num_ready() >= SAMPLES_AHEAD)
         pool.drop(SliceId(0, 0))
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
 
 
 async def test_a_task_that_is_cancelled_has_taken_nothing() -> None:
@@ -212,7 +217,7 @@ async def test_who_waits_gets_what_is_leased_later() -> None:
         task = asyncio.create_task(pool.next_samples(5))
         await pool._stock.wait_for(lambda: len(pool._awaited) == 1)
         pool.add_lease(SliceId(0, 1), ALL_WINDOWS)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert not task.done()
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         assert len(await task) == 5
@@ -227,7 +232,7 @@ async def test_samples_of_a_lost_lease_are_let_go() -> None:
         left = ids(await pool.next_samples(20 - len(taken)))
         assert [sample.window for sample in taken + left] == list(range(20))
         assert {sample.slice_index for sample in left} == {1}
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         pool.drop(SliceId(0, 7))
 
 
@@ -237,11 +242,11 @@ async def test_a_slice_lost_while_it_is_read_can_be_leased_again() -> None:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         await threads.has_been_asked()
         pool.drop(SliceId(0, 0))
-        assert pool.is_read_out
+        assert is_read_out(pool)
         pool.add_lease(SliceId(0, 0), Uncounted((), 2))
         threads.allow()
         assert [sample.window for sample in ids(await pool.next_samples(18))] == list(range(2, 20))
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert len(pool.take_ends()) == 1
 
 
@@ -285,7 +290,7 @@ async def test_a_slice_that_is_broken_ends_where_it_cannot_be_read(
             pool.add_lease(SliceId(0, index), ALL_WINDOWS)
         expected = [SampleId(0, 0, 3), SampleId(0, 0, 4), *(SampleId(0, i, n) for i in range(1, 20) for n in range(90))]
         assert sorted(ids(await pool.next_samples(len(expected)))) == expected
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert WindowRange(0, 0, 5, 5, True) in pool.take_ends()
         now_s = pool._clock.monotonic_s()
         complaint = pool.complaint(now_s)
@@ -310,7 +315,7 @@ async def test_a_slice_that_can_be_read_again_after_all_is_not_cut_short(monkeyp
     async with pool_of(reader) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
         assert len(await pool.next_samples(90)) == 90
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert pool.take_ends() == [WindowRange(0, 0, 90, 90, True)]
 
 
@@ -348,7 +353,7 @@ async def test_where_the_data_is_one_broken_file_later_passes_are_read(monkeypat
         given = set[SampleId]()
         while SampleId(1, 19, 0) not in given:
             for _ in range(pool.num_wanted(1)):
-                if left and (left[0].pass_number == 0 or pool.is_read_out):
+                if left and (left[0].pass_number == 0 or is_read_out(pool)):
                     pool.add_lease(left.pop(0), ALL_WINDOWS)
             with anyio.move_on_after(0.01):
                 given.update(ids(await pool.next_samples(1)))
@@ -392,7 +397,7 @@ async def test_reading_goes_on_where_the_hub_failed(monkeypatch: pytest.MonkeyPa
         first = await pool.next_samples(2)
         del reader.errors[failing]
         assert ids(first + await pool.next_samples(15)) == [SampleId(0, 0, n) for n in (2, *range(4, 20))]
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         assert pool.take_ends() == [WindowRange(0, 0, 20, 20, True)]
 
 
@@ -465,7 +470,7 @@ async def test_later_passes_are_read_while_the_hub_fails_at_this_one() -> None:
     reader.errors[SampleId(0, 0, 0)] = HubFailed("this file cannot be read")
     async with pool_of(reader) as pool:
         pool.add_lease(SliceId(0, 0), ALL_WINDOWS)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         pool.add_lease(SliceId(1, 0), ALL_WINDOWS)
         assert ids(await pool.next_samples(20)) == [SampleId(1, 0, n) for n in range(20)]
 
@@ -497,7 +502,7 @@ async def test_data_without_any_sample_is_an_error() -> None:
     async with pool_of(FakeReader(0, 0, 0)) as pool:
         for index in (1, 0):
             pool.add_lease(SliceId(0, index), ALL_WINDOWS)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         pool.add_lease(SliceId(1, 1), ALL_WINDOWS)
         with pytest.raises(UserError, match="no text"):
             await pool.next_samples(1)
@@ -508,7 +513,7 @@ async def test_slices_that_have_counted_before_are_not_empty() -> None:
         for number in range(4):
             pool.add_lease(SliceId(number, 0), Uncounted((), 5))
             pool.add_lease(SliceId(number, 1), ALL_WINDOWS)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         pool.add_lease(SliceId(9, 0), ALL_WINDOWS)
         assert len(await pool.next_samples(5)) == 5
 
@@ -517,7 +522,7 @@ async def test_a_long_slice_is_not_empty_before_it_is_read_out() -> None:
     async with pool_of(FakeReader(20, 0, 0)) as pool:
         for slice_id in (SliceId(0, 1), SliceId(0, 2)):
             pool.add_lease(slice_id, ALL_WINDOWS)
-        await until(pool, lambda: pool.is_read_out)
+        await until(pool, lambda: is_read_out(pool))
         for index in range(3):
             pool.add_lease(SliceId(1, index), ALL_WINDOWS)
         assert len(await pool.next_samples(20)) == 20
@@ -586,7 +591,8 @@ async def test_two_peers_one_of_which_restarts_cover_a_pass_without_repetition(
     monkeypatch.setattr(samples, "SAMPLES_AHEAD", 16)
     run = manifest(tmp_path)
     reader = SliceReader(manifest=run)
-    ledger = SampleLedger(await asyncio.to_thread(reader.num_slices))
+    ledger = Ledger(await asyncio.to_thread(reader.num_slices))
+    leases: dict[SliceId, str] = {}
     expected = {
         (index, window): tokens.tobytes()
         for index in range(ledger.num_slices)
@@ -596,11 +602,13 @@ async def test_two_peers_one_of_which_restarts_cover_a_pass_without_repetition(
 
     async def keep_leasing(name: str, pool: SamplePool) -> None:
         while True:
-            for slice_id in ledger.wanted(name, pool.num_wanted(1), {"a", "b"}, run_ahead=pool.is_read_out):
-                assert ledger.grant(slice_id, name, {"a", "b"}).granted
+            passes = range(ledger.current_pass, ledger.current_pass + 1 + is_read_out(pool))
+            free = (each for number in passes for each in ledger.unfinished(number) if each not in leases)
+            for slice_id in list(itertools.islice(free, pool.num_wanted(1))):
+                leases[slice_id] = name
                 pool.add_lease(slice_id, ledger.uncounted(slice_id))
             left_over = pool.num_wanted(1)
-            await until(pool, lambda left_over=left_over: pool.num_wanted(1) > left_over or pool.is_read_out)
+            await until(pool, lambda left_over=left_over: pool.num_wanted(1) > left_over or is_read_out(pool))
 
     @asynccontextmanager
     async def peer(name: str) -> AsyncIterator[SamplePool]:
@@ -608,7 +616,8 @@ async def test_two_peers_one_of_which_restarts_cover_a_pass_without_repetition(
             tasks.start_soon(keep_leasing, name, pool)
             yield pool
             tasks.cancel_scope.cancel()
-        ledger.release(name)
+        for slice_id in [each for each, owner in leases.items() if owner == name]:
+            del leases[slice_id]
 
     async def count(pool: SamplePool) -> None:
         counted = await pool.next_samples(8)

@@ -15,15 +15,15 @@ import torch
 from contexts import MovedClock, make_context, unparsed
 from given_states import GivenStates
 from memory_transport import MemoryNetwork
+from swarm_peer.policy.recovery import FIRST_TIMELINE, SNAPSHOTS_KEPT, SnapshotRef, Timeline
+from swarm_peer.policy.voting import AveragingVote
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
-from swarm_peer.policy.recovery import FIRST_TIMELINE, SNAPSHOTS_KEPT, SnapshotRef, Timeline
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.policy.step_state import StepState
-from swarm_peer.policy.voting import AveragingVote
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority

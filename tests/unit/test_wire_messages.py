@@ -9,16 +9,12 @@ from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClo
 from swarm_peer.runtime.network.transport import check_body, error_body, error_from_body, pack_fields, unpack_fields
 from swarm_peer.wire.frames import MAX_HEADER_BYTES, MAX_TENSORS, PREFIX, Frame, FrameType, parse_frame, parse_lengths
 from swarm_peer.wire.messages import (
-    MAX_COUNT_BYTES,
-    MAX_COUNTS,
     MAX_LEDGER_BYTES,
-    ListSnapshotsReply,
     MicrobatchCall,
     MicrobatchReply,
     StateChunkCall,
     StateEntry,
     StateIndex,
-    VoteReply,
 )
 
 HASH = "0123456789abcdef" * 2
@@ -172,7 +168,7 @@ CALL = MicrobatchCall(
     num_samples=2,
     length=8,
     timeout_s=1.5,
-    counts=(("author", b"envelope"),),
+    base=("head",),
 )
 
 
@@ -221,11 +217,6 @@ def test_bodies_survive_the_wire():
         {"timeout_s": float("nan")},
         {"timeout_s": float("inf")},
         {"timeout_s": 86401.0},
-        {"counts": (("author",),)},
-        {"counts": (("a" * 65, b""),)},
-        {"counts": (("a", b"e" * (MAX_COUNT_BYTES + 1)),)},
-        {"counts": (("a", b""),) * (MAX_COUNTS + 1)},
-        {"counts": 5},
         {"timeline": None},
         {"timeline": -1},
         {"base": ("",)},
@@ -245,7 +236,7 @@ def test_queries_may_begin_at_stage_0(mode):
     assert check_body(MicrobatchCall, as_received(body)).stage == 0
 
 
-@pytest.mark.parametrize("name", sorted(MicrobatchCall.model_fields.keys() - {"op", "counts", "base"}))
+@pytest.mark.parametrize("name", sorted(MicrobatchCall.model_fields.keys() - {"op", "base"}))
 def test_calls_that_lack_something_are_refused(name):
     body = CALL.model_dump()
     del body[name]
@@ -283,28 +274,14 @@ def test_a_ledger_is_bounded():
         check_body(StateIndex, index | {"ledger": bytes(MAX_LEDGER_BYTES + 1)})
 
 
-def test_few_snapshots_are_told():
-    kept = {
-        "round_number": 3,
-        "timeline_first_round": 0,
-        "timeline_first_optimizer_step": 0,
-        "timeline_created_at_round": 0,
-    }
-    check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 512}))
-    with pytest.raises(InvalidMessage, match="snapshots"):
-        check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((0, 50, 50),) * 513}))
-    with pytest.raises(InvalidMessage, match="snapshots"):
-        check_body(ListSnapshotsReply, as_received(kept | {"snapshots": ((256, 50, 50),)}))
-
-
 def test_a_body_may_be_missing():
-    with pytest.raises(InvalidMessage, match="attempt: missing"):
-        check_body(VoteReply, None)
+    with pytest.raises(InvalidMessage, match="loss_sum: missing"):
+        check_body(MicrobatchReply, None)
 
 
 def test_bodies_with_keys_that_are_no_names_are_refused():
     with pytest.raises(InvalidMessage):
-        check_body(VoteReply, {b"attempt": 1, "attempt": 2})
+        check_body(MicrobatchReply, {b"loss_sum": 1, "loss_sum": 2})
 
 
 @given(st.binary(max_size=100))

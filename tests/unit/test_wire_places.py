@@ -49,7 +49,7 @@ def manifest(steps: int = 10) -> RunManifest:
 
 
 HASH = manifest().hash
-PROGRESS = Progress(round_number=1, samples=2, claimed=2, loss_sum=1.0)
+PROGRESS = Progress(round_number=1, samples=2)
 WARRANT = seal(Warrant(coordinator=COORDINATOR.peer_id, term=3), RUN, RUN_KEY)
 COORDINATION = CoordinationRecord(warrant=WARRANT, beat=1)
 GOOD: list[tuple[str, Record, str, Identity]] = [

@@ -79,16 +79,6 @@ def num_windows(ranges: Iterable[WindowRange]) -> int:
     return sum(item.end - item.start for item in ranges)
 
 
-def num_repeated(ranges: Iterable[WindowRange], others: Iterable[WindowRange]) -> int:
-    """How many samples of some ranges are in others, too, or once more in these."""
-    known: dict[SliceId, CountedWindows] = {}
-    for item in others:
-        known.setdefault(item.slice_id, CountedWindows()).add(item.start, item.end, item.is_last)
-    return sum(
-        known.setdefault(item.slice_id, CountedWindows()).add(item.start, item.end, item.is_last) for item in ranges
-    )
-
-
 @dataclass(slots=True)
 class CountedWindows:
     """The counted windows of one slice.

@@ -1,7 +1,7 @@
 """Prefetch: samples are read ahead of their use, from the slices that a stage-0 peer leases.
 
-This module owns the samples that have been read and not yet used. It knows nothing of other peers: leases.py tells it
-which slices to read, and which of their windows have counted.
+This module owns the samples that have been read and not yet used. It knows nothing of other peers: granted_slices.py
+tells it which slices to read, and which of their windows have counted.
 """
 
 from __future__ import annotations
@@ -121,11 +121,6 @@ class SamplePool:
         readable = len(self._unread.keys() - self._resting)
         most = self._reader.num_at_a_time(num_readers)
         return max(0, min(most - readable, OPEN_SLICES - len(self._unread)))
-
-    @property
-    def is_read_out(self) -> bool:
-        """Whether no leased slice has more to read at present, so that it is time to run ahead to the next pass."""
-        return self._unread.keys() <= self._resting
 
     def add_lease(self, slice_id: SliceId, left: Uncounted) -> None:
         """Read a slice from now on. It must not be leased already.

@@ -2,7 +2,7 @@
 
 This module owns the slices of the data, the choice of the documents that are held out for validation, and the way from
 documents (corpus.py) to samples. It knows nothing of microbatches or rounds. Which peer reads which slice, and when, is
-decided elsewhere (policy/data/sample_ledger.py).
+decided elsewhere (policy/data/ledger.py).
 
 **Slices.** A data set is a list of shards, which are its files. Streaming cannot seek inside a file, so a pass over the
 data consists of slices: every n-th record of a shard, from the k-th on. If there are few shards, n is larger, so that
@@ -45,8 +45,8 @@ import numpy.typing as npt
 
 from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.policy.data.ledger import MAX_SLICES
 from swarm_peer.policy.data.ranges import SliceId, Uncounted
-from swarm_peer.policy.data.sample_ledger import MAX_SLICES
 from swarm_peer.runtime.data.corpus import check_shards, open_shards, total_bytes
 from swarm_peer.runtime.data.examples import ExampleMaker
 from swarm_peer.runtime.data.samples import samples_from

@@ -54,15 +54,12 @@ class PeerMetrics:
         self.round_trip_seconds = histogram("round_trip_duration_seconds", "From sending activations to the gradient")
         self.retries = counter("retries", "Tries of a hop that failed", "cause")
         self.duplicates = counter("duplicate_microbatches", "Microbatches that arrived again", "outcome")
-        self.repeated_samples = counter(
-            "repeated_samples", "Samples that counted a second time in one pass of the data"
-        )
         self.lost_samples = counter("lost_samples", "Samples whose gradient was accumulated and did not count")
         self.invalid_messages = counter("invalid_messages", "Messages that arrived and were refused", "part")
         self.lost_replies = counter("lost_replies", "Replies that their callers did not take")
         self.handler_defects = counter("handler_defects", "Calls whose handlers failed by a defect of this program")
         self.averaging_rounds = counter("averaging_rounds", "Averaging rounds with stage-mates", "outcome")
-        self.averaging_seconds = histogram("averaging_duration_seconds", "One averaging round, matchmaking included")
+        self.averaging_seconds = histogram("averaging_duration_seconds", "One averaging round")
         self.resyncs = counter("resyncs", "Times that the state was downloaded from stage-mates", "cause")
         self.rewinds = counter("rewinds", "Times that the run went back because a stage had lost all its peers")
         self.optimizer_step = gauge("optimizer_step", "Optimizer steps in this peer's weights")
@@ -85,12 +82,6 @@ class PeerMetrics:
             self.lost_samples.inc(samples)
             level, why = (logging.INFO, "the run is over") if self.run_is_over else (logging.ERROR, reason)
             log.log(level, "samples_lost samples=%d round=%d reason=%s", samples, round_number, why)
-
-    def repeat(self, samples: int, *, round_number: int) -> None:
-        """Report samples that have counted a second time, if there are any: count them, and log it."""
-        if samples > 0:
-            self.repeated_samples.inc(samples)
-            log.warning("samples_repeated round=%d samples=%d", round_number, samples)
 
     def show_time_shares(self, shares: TimeShares | None) -> None:
         """Set the gauges of how this peer has spent its time, if that is known."""

@@ -12,7 +12,6 @@ import anyio
 from swarm_peer import __version__
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError
-from swarm_peer.policy.recovery import last_credible_round
 from swarm_peer.policy.view import (
     ANNOUNCEMENTS_PER_LIFETIME,
     OVERDUE_ANNOUNCEMENTS,
@@ -41,11 +40,6 @@ LOOKS_AT_ONCE = 8
 # How long an announcement tells who a caller is, in its own lifetimes: the next one may be late in the DHT, and this
 # peer may not be able to dial a caller whose calls arrive.
 REMEMBERED = 2
-# How long an announcement tells how far the run has come, in its own lifetimes: where nobody serves any more, newcomers
-# may wait long for a state. Peers forget it in the end, since it may be a lie.
-SERVED_REMEMBERED = 20
-# Most stage-0 peers that are remembered, so that their counts are believed after they are gone.
-AUTHORS_REMEMBERED = 4096
 
 
 class Directory:
@@ -54,7 +48,6 @@ class Directory:
     Attributes:
         serial: serial number of this peer's last announcement
         view: the swarm as this peer knows it now
-        furthest: the latest round that any announcement has told of, and its optimizer step
     """
 
     def __init__(
@@ -85,8 +78,6 @@ class Directory:
         self._changed = changed
         self._peers: dict[str, tuple[Announcement, float]] = {}  # with the time at which it arrived
         self._remembered: dict[str, tuple[Announcement, float]] = {}  # the same, for longer
-        self._served: dict[str, tuple[Announcement, float]] = {}  # the last ones of peers that served, for longer still
-        self._authors: dict[str, None] = {}  # peers that have announced stage 0; the last one announced it last
         self._dropped: dict[str, int] = {}  # peers that are gone, with the serial number of their last announcement
         self._looked_s: dict[int, float] = {}  # when each stage was last looked up, and the DHT answered
         self._stranger_seen = anyio.Event()
@@ -140,11 +131,6 @@ class Directory:
         known = self._peers.get(peer_id)
         if known is None or announcement.serial > known[0].serial:
             self._peers[peer_id] = self._remembered[peer_id] = (announcement, now_s)
-            if announcement.state in (PeerState.SERVING.value, PeerState.DRAINING.value):
-                self._served[peer_id] = (announcement, now_s)
-            if stage == 0:
-                self._authors.pop(peer_id, None)
-                self._authors[peer_id] = None
 
     async def refresh_surely(self, stages: Sequence[int], max_age_s: float = 0.0) -> SwarmView:
         """Like `refresh`, but try until the DHT answers: its silence does not mean that a stage has no peers.
@@ -165,10 +151,6 @@ class Directory:
         self._peers = {peer: entry for peer, entry in self._peers.items() if entry[1] >= now_s - lifetime_s}
         oldest = now_s - REMEMBERED * lifetime_s
         self._remembered = {peer: entry for peer, entry in self._remembered.items() if entry[1] >= oldest}
-        oldest = now_s - SERVED_REMEMBERED * lifetime_s
-        self._served = {peer: entry for peer, entry in self._served.items() if entry[1] >= oldest}
-        for peer_id in list(self._authors)[:-AUTHORS_REMEMBERED]:
-            del self._authors[peer_id]
         self._dropped = {peer_id: serial for peer_id, serial in self._dropped.items() if peer_id in self._peers}
         found = {
             peer_id: announcement.view(peer_id, arrived_s) for peer_id, (announcement, arrived_s) in self._peers.items()
@@ -184,37 +166,11 @@ class Directory:
         self.view = SwarmView(self._manifest.stages.count, tuple(peers.values()), left.difference(peers))
         self._changed.notify()
 
-    def furthest(self) -> tuple[int, int]:
-        """The round and optimizer step that peers had come to when some last served; (0, 0) if that is long ago.
-
-        A peer that most of them contradict is not believed.
-        """
-        newest_s = max((arrived_s for _, arrived_s in self._served.values()), default=0.0)
-        together = [
-            (announcement.round_number, announcement.optimizer_step)
-            for announcement, arrived_s in self._served.values()
-            if arrived_s >= newest_s - self._manifest.limits.announcement_s
-        ]
-        last = last_credible_round(round_number for round_number, _ in together)
-        return max((stood for stood in together if stood[0] <= last), default=(0, 0))
-
     def overdue(self) -> list[PeerView]:
         """The peers in view that should have announced themselves again by now: they may be gone."""
         lifetime_s = self._manifest.limits.announcement_s
         oldest = self._clock.monotonic_s() - OVERDUE_ANNOUNCEMENTS * lifetime_s / ANNOUNCEMENTS_PER_LIFETIME
         return [peer for peer in self.view.peers if self._peers[peer.peer_id][1] < oldest]
-
-    def unreached(self) -> list[PeerView]:
-        """The peers that were dropped because they could not be reached, by their last announcements.
-
-        A peer that has said goodbye is not among them, since its goodbye names a newer announcement than the last one
-        found; or it is shown as draining.
-        """
-        return [
-            announcement.view(peer_id, arrived_s)
-            for peer_id, (announcement, arrived_s) in self._peers.items()
-            if announcement.serial == self._dropped.get(peer_id, -1) and peer_id not in self.view.left
-        ]
 
     def addresses(self) -> list[str]:
         """The addresses that the peers in view announce."""
@@ -317,10 +273,6 @@ class Directory:
         while True:
             await anyio.sleep(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
             await self.announce()
-
-    def is_author(self, peer_id: str) -> bool:
-        """Whether a peer announces stage 0 or has announced it: its counts are valid after it is gone, too."""
-        return peer_id in self._authors
 
     def serves(self, peer_id: str, stage: int) -> bool:
         """Whether a caller serves a stage, by its last announcement."""

@@ -1,6 +1,6 @@
 """Admits microbatches of this peer's round, holds those of the next round, and turns away those of earlier ones.
 
-Owns how many microbatches are inside the round. Must not know what they compute, or why a round ends (step_loop.py).
+Owns how many microbatches are inside the round. Must not know what they compute, or why a round ends (the driver).
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
-import anyio
 
 from swarm_peer.errors import Busy, NotServing, RoundClosed
 from swarm_peer.policy.step_state import Phase
@@ -19,8 +17,6 @@ from swarm_peer.runtime.stage.rounds import ReplicaRound, RoundBook
 
 # Do not hold microbatches of a round further ahead than this: their caller is confused, or this peer is far behind.
 MAX_ROUNDS_HELD = 1
-# This peer keeps a stage-mate that has made an update waiting so long, at most, until it has made the same one itself.
-OPENING_S = 5.0
 # One of so many places, and at least one, is kept free of a caller that holds all others, as long as there is another
 # caller.
 PLACES_PER_FREE_ONE = 4
@@ -41,18 +37,15 @@ class RoundAdmission:
 
     Attributes:
         admitted: number of microbatches that are inside the present round, or still inside one that was given up
-        met_other_timeline: whether a peer has shown that it is on another timeline; TimelineWatch resets it
         held: number of microbatches that wait to get in
     """
 
     def __init__(self, *, capacity: Capacity | None, rounds: RoundBook, changed: Condition):
         self._capacity = capacity
         self.admitted = 0
-        self.met_other_timeline = False
         self.held = 0
         self._by_caller: Counter[str] = Counter()  # admitted and held
         self._rounds = rounds
-        self._newest_asked = 0
         self._leaving = False
         self._gives_up_inside = False
         self._changed = changed
@@ -61,11 +54,6 @@ class RoundAdmission:
     def is_open(self) -> bool:
         """Whether microbatches of the present round may come in."""
         return self._rounds.step.phase is Phase.OPEN and not self._leaving
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this peer is draining, and its round is not ending."""
-        return self._rounds.step.phase is Phase.OPEN and self._leaving
 
     @property
     def serves(self) -> bool:
@@ -78,15 +66,12 @@ class RoundAdmission:
         self._changed.notify()
 
     @asynccontextmanager
-    async def enter(
-        self, round_number: int, *, caller: str = "", num_callers: int = 1, always: bool = False
-    ) -> AsyncIterator[ReplicaRound]:
+    async def enter(self, round_number: int, *, caller: str = "", num_callers: int = 1) -> AsyncIterator[ReplicaRound]:
         """Keep a microbatch inside a round for as long as the context lasts; wait for the round if it comes next.
 
         Args:
             caller: the peer that sent it; empty for this peer itself
             num_callers: number of peers that send microbatches here
-            always: admit it beyond the capacity, too
 
         Returns:
             the round, as the context's value
@@ -96,7 +81,7 @@ class RoundAdmission:
             Busy: as many microbatches are inside or held as may be, or as many of this caller
             NotServing: this peer is draining, or far behind that round
         """
-        if self._capacity is not None and not always:
+        if self._capacity is not None:
             places, own = self._capacity.microbatches, self._by_caller[caller]
             if self.admitted + self.held >= places:
                 raise Busy(f"{self.admitted} microbatches in flight and {self.held} held")
@@ -128,12 +113,6 @@ class RoundAdmission:
             entered.admitted -= 1
             self._changed.notify()
 
-    async def open_soon(self, round_number: int) -> None:
-        """Wait a moment for the next round, if this peer has yet to make the update that its caller has made."""
-        if round_number == self._rounds.step.round_number + 1 and self._rounds.step.phase is Phase.ENDING:
-            with anyio.move_on_after(OPENING_S):
-                await self.reach(round_number)
-
     async def reach(self, round_number: int) -> ReplicaRound:
         """Wait until a round has begun, without getting in: the round may end without waiting for the caller.
 
@@ -141,7 +120,6 @@ class RoundAdmission:
             RoundClosed: this peer is past that round
             NotServing: this peer is draining, or far behind that round
         """
-        self.saw_round(round_number)
         present = self._rounds.step.round_number
         if round_number > present + MAX_ROUNDS_HELD:
             raise NotServing(f"this peer is in round {present}, too far behind round {round_number}")
@@ -165,26 +143,3 @@ class RoundAdmission:
         """Wait until no microbatch is inside the present round that may still count."""
         present = self._rounds.current
         await self._changed.wait_for(lambda: present.admitted == 0 or self._gives_up_inside)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether another peer has named a later round since `forget_later_rounds`.
-
-        It is a hint that this peer is behind.
-        """
-        return self._newest_asked > self._rounds.step.round_number
-
-    def saw_round(self, round_number: int) -> None:
-        """Note that another peer has named this round."""
-        if round_number > self._newest_asked:
-            self._newest_asked = round_number
-            self._changed.notify()
-
-    def saw_other_timeline(self) -> None:
-        """Note that another peer is on another timeline, newer or older: one of the two does not go on with the run."""
-        self.met_other_timeline = True
-        self._changed.notify()
-
-    def forget_later_rounds(self) -> None:
-        """Forget the later rounds that callers have named, since one of the callers may have lied."""
-        self._newest_asked = 0

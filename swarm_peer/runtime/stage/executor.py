@@ -21,9 +21,9 @@ from swarm_peer.model.gradient_norm import MAX_SENT_HIDDEN, check_hidden
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.device_errors import is_out_of_memory
-from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority, SpeedMeter
 from swarm_peer.runtime.stage.microbatch_capacity import Capacity
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch, StageClient
 from swarm_peer.wire.codecs import decode, decode_tokens, encode, rounding_seed
@@ -77,6 +77,7 @@ class StageExecutor:
 
     Args:
         next_stage: None on the last stage
+        work: counts what was computed
         capacity: is told where the device runs out of memory in training
         replies_kept: number of counted microbatches whose gradients are kept, for callers that lost the reply
     """
@@ -91,12 +92,12 @@ class StageExecutor:
         next_stage: StageClient | None,
         capacity: Capacity,
         replies_kept: int,
-        agreed: AgreedWork | None = None,
+        work: RoundWork,
     ):
         assert (next_stage is None) == trainer.spec.is_last, "all stages but the last have a next one"
         self._clock = context.clock
         self._resolved = context.resolved
-        self._agreed = agreed
+        self._work = work
         self._trainer = trainer
         self._device_thread = device_thread
         self._speed = speed
@@ -157,8 +158,7 @@ class StageExecutor:
         """
         if microbatch.mode != "train":
             return await self._run_forward(entered, microbatch, hidden, deadline)
-        if self._agreed is not None:
-            microbatch = replace(microbatch, base=(*microbatch.base, self._agreed.head(entered.number)))
+        microbatch = replace(microbatch, base=(*microbatch.base, self._work.head(entered.number)))
         with self._noting_out_of_memory(entered):
             passed = await self._device_thread.run(
                 Priority.FORWARD,
@@ -170,8 +170,7 @@ class StageExecutor:
         if self._next_stage is not None:
             assert passed.hidden is not None
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
-        if self._agreed is not None:
-            self._agreed.admit(entered.number, (*microbatch.base, *result.base))
+        self._work.admit(entered.number, (*microbatch.base, *result.base))
         try:
             with self._noting_out_of_memory(entered):
                 return await self._add(entered, microbatch, passed, result, caller)
@@ -214,19 +213,17 @@ class StageExecutor:
         caller: str,
         counts: ForwardPass | None,
     ) -> HopResult:
-        """Have the protocol, if there is one, count a microbatch whose gradient was added; stage 0 counts its own.
+        """Have the protocol count a microbatch whose gradient was added; stage 0 counts its own.
 
         Args:
             counts: None if it was counted before
         """
-        if self._agreed is None:
-            return done
         base = (*microbatch.base, *behind.base)
         receipt = behind.receipt if self._trainer.spec.is_first else None
         if counts is not None and not self._trainer.spec.is_first:
             has_targets = self._resolved.manifest.data.has_targets
             weight = counts.num_targets if has_targets else microbatch.num_samples
-            receipt = self._agreed.count(entered.number, base, weight, microbatch.num_samples, caller)
+            receipt = self._work.count(entered.number, base, weight, microbatch.num_samples, caller)
         done = replace(done, base=base[len(microbatch.base) - 1 :], receipt=receipt)
         if microbatch.id in entered.replies:
             entered.replies[microbatch.id] = done
@@ -273,14 +270,12 @@ class StageExecutor:
 
     # The rest runs in the device thread.
 
-    def give_up(self) -> int:
+    def give_up(self) -> None:
         """Count no microbatch any more: this peer leaves, and brings none to an average.
 
-        Returns:
-            the samples whose work is lost; callers have those that come after it computed elsewhere
+        Callers have those that come after it computed elsewhere.
         """
         self._has_given_up = True
-        return self._trainer.strategy.pending_samples
 
     def _forward(self, entered: ReplicaRound, microbatch: Microbatch, hidden: memoryview | None) -> _Pass:
         trainer, wire = self._trainer, self._resolved.manifest.wire
@@ -317,8 +312,6 @@ class StageExecutor:
 
     def _backward(self, entered: ReplicaRound, microbatch: Microbatch, passed: _Pass, result: HopResult) -> HopResult:
         """Compute the gradient of the stage's input, and count the microbatch, if it is not counted already.
-
-        A stage-mate that has left may have counted it, and given its gradient to this peer.
 
         Raises:
             InvalidMessage: the gradient that came back from the next stage cannot be used
@@ -362,8 +355,7 @@ class StageExecutor:
         """Empty the accumulator, since the device has failed half-way, and report its samples as lost."""
         self._trainer.discard_gradients()
         entered.forget_counted()
-        if self._agreed is not None:
-            self._agreed.lose(entered.number)
+        self._work.lose(entered.number)
         self._metrics.lose(num_samples, first_line(error), round_number=entered.number)
 
     @staticmethod

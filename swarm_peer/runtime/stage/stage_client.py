@@ -20,9 +20,8 @@ from swarm_peer.policy.view import Life, SwarmView
 from swarm_peer.protocol.log import Base, Receipt
 from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, Counts
 from swarm_peer.runtime.network.transport import Reply, Transport, check_body
-from swarm_peer.runtime.stage.agreed_work import AgreedWork
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.messages import LONGEST_CALL_S, QUERIES, MicrobatchCall, MicrobatchReply, Mode
 
@@ -98,18 +97,21 @@ class StageClient:
         context: PeerContext,
         stage: int,
         transport: Transport,
-        progress: Counts,
         view: Callable[[], SwarmView],
-        agreed: AgreedWork | None = None,
+        work: RoundWork | None,
     ):
+        """Make a client that has called nobody.
+
+        Args:
+            work: takes the receipts of training microbatches; None for an observer, which sends queries alone
+        """
         self.stage = stage
-        self._agreed = agreed
+        self._work = work
         self._leaving = False
         self._clock = context.clock
         self._resolved = context.resolved
         self._manifest = context.resolved.manifest
         self._transport = transport
-        self._progress = progress
         self._view = view
         self._metrics = context.metrics
         self._rng = context.random.stream(f"routes to stage {stage}")
@@ -227,7 +229,6 @@ class StageClient:
             num_samples=microbatch.num_samples,
             length=microbatch.length or self._manifest.data.sequence_length,
             timeout_s=time_of_callee(timeout_s, self._manifest.stages.count - self.stage),
-            counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
             base=microbatch.base,
         )
         tensors = (microbatch.tokens,) if hidden is None else (microbatch.tokens, hidden)
@@ -235,11 +236,10 @@ class StageClient:
 
     def _check(self, peer: Life, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
         body = check_body(MicrobatchReply, reply.body)
-        self._progress.merge(body.counts)
         if microbatch.mode == "train":
             shape = microbatch.hidden_shape(self._resolved)
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
-            receipt = self._agreed.decode_receipt(body.receipt, peer.peer_id) if self._agreed is not None else None
+            receipt = self._work.decode_receipt(body.receipt, peer.peer_id) if self._work is not None else None
             return HopResult(body.loss_sum, grad, peer=peer, base=body.base, receipt=receipt), body.samples_per_s
         if microbatch.mode == "predict":
             logits = _only_tensor(reply, encoded_bytes((microbatch.num_samples, self._resolved.vocab_size), PLAIN))

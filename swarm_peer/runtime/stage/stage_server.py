@@ -17,13 +17,11 @@ import anyio
 from swarm_peer.codecs import PLAIN
 from swarm_peer.errors import Busy, CallTimeout, InvalidMessage, RoundClosed
 from swarm_peer.policy.routing import num_callers
-from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.progress import MAX_MICROBATCH_BYTES, Counts
 from swarm_peer.runtime.network.transport import Handler, Reply
-from swarm_peer.runtime.stage.agreed_work import AgreedWork
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
 from swarm_peer.wire.codecs import encoded_bytes
@@ -51,18 +49,21 @@ class StageServer:
         *,
         context: PeerContext,
         core: ReplicaCore,
-        progress: Counts,
         view: Callable[[], SwarmView],
         serves: Callable[[str, int], bool],
-        agreed: AgreedWork | None = None,
+        saw_stranger: Callable[[], None],
+        work: RoundWork,
     ):
         """Make the server of one replica.
 
         Args:
             serves: whether a peer serves a stage, by its last announcement that was seen here
+            saw_stranger: told that a caller is not known yet
+            work: encodes receipts
         """
         self._stage = core.stage
-        self._agreed = agreed
+        self._work = work
+        self._me = context.identity.peer_id
         self._view = view
         self._serves = serves
         self._resolved = context.resolved
@@ -70,7 +71,7 @@ class StageServer:
         self._rounds = core.rounds
         self._admission = core.admission
         self._executor = core.executor
-        self._progress = progress
+        self._saw_stranger = saw_stranger
         self._metrics = context.metrics
         self._running: dict[bytes, asyncio.Event] = {}
         # How many callers have a part of this peer, by a view and in a round. Among 100 it takes 0.2 ms to count them.
@@ -81,7 +82,6 @@ class StageServer:
     async def handle(self, caller: str, call: MicrobatchCall, tensors: Sequence[memoryview]) -> Reply:
         """Run a microbatch through this stage and all later ones; count it once, however often the call is repeated."""
         self._check_caller(caller, call)
-        self._progress.merge(call.counts)
         self._check_sizes(call, tensors)
         microbatch = Microbatch(
             call.microbatch,
@@ -114,9 +114,8 @@ class StageServer:
         body = MicrobatchReply(
             loss_sum=result.loss_sum,
             samples_per_s=self._executor.samples_per_s,
-            counts=self._progress.signed_counts(MAX_MICROBATCH_BYTES),
             base=result.base,
-            receipt=self._agreed.encode_receipt(result.receipt) if self._agreed is not None else b"",
+            receipt=self._work.encode_receipt(result.receipt),
         )
         return Reply(body.model_dump(), [tensor for tensor in (result.grad, result.logits) if tensor is not None])
 
@@ -127,7 +126,7 @@ class StageServer:
             Busy: this peer has not seen yet that the caller serves that stage: it tries another peer, or again
         """
         if call.stage > 0 and not self._serves(caller, call.stage - 1):
-            self._progress.saw_stranger(caller)
+            self._saw_stranger()
             self._metrics.microbatches.labels(call.mode, "stranger").inc()
             raise Busy(f"no announcement of this peer for stage {call.stage - 1} has been seen here yet")
 
@@ -149,10 +148,6 @@ class StageServer:
     ) -> HopResult:
         if microbatch.is_query:
             return await self._query(caller, microbatch, hidden, deadline)
-        # Also if it does not get in, since the other timeline is in another round.
-        step = self._rounds.step
-        if step.phase is not Phase.EMPTY and microbatch.timeline != step.timeline.first_round:
-            self._admission.saw_other_timeline()
         callers = self._num_callers(microbatch.round_number)
         enter = partial(self._admission.enter, microbatch.round_number, caller=caller, num_callers=callers)
         if microbatch.mode != "train":
@@ -180,7 +175,7 @@ class StageServer:
         view, (counted_view, counted_round, number) = self._view(), self._callers
         if view is not counted_view or round_number != counted_round:
             own, before = view.serving(self._stage), view.serving(self._stage - 1)
-            number = num_callers(self._progress.author.peer_id, own, before, round_number)
+            number = num_callers(self._me, own, before, round_number)
             self._callers = view, round_number, number
         return number
 

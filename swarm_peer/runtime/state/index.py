@@ -1,24 +1,22 @@
 """A stage's state or update as tensors, and the index that lists and hashes them (wire/messages.py, StateIndex).
 
-Owns how tensors become bytes and chunks, the history hash, and the digest of weights. Must not know where states are
-stored or sent.
+Owns how tensors become bytes and chunks. Must not know where states are stored or sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from swarm_peer.errors import InvalidMessage
-from swarm_peer.policy.lineage import Descent
-from swarm_peer.policy.recovery import FIRST_TIMELINE, Timeline
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.wire.codecs import bytes_of
-from swarm_peer.wire.messages import STATE_CHUNK_BYTES, ListSnapshotsReply, StateEntry, StateIndex
+from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateEntry, StateIndex
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -31,15 +29,14 @@ MAX_ELEMENTS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """The state of one stage at the beginning of a round: weights, optimizer, and the updates that led to them.
+    """The state of one stage at the beginning of a round: weights, optimizer, and the entry that they embody.
 
     The same class holds an update, whose tensors are the averaged gradients that ended the round.
 
     Attributes:
-        history_hash: digest of the updates that led to the weights
+        history_hash: of the entry of the stage's log that the weights embody, or whose averages these are
         tensors: by name
         ledger: at stage 0, the samples that these updates have counted
-        lineage: tells the updates that led to a state apart from those of others; empty in updates
         entry: of a snapshot, the entry that names its root, with its certificate, as bytes
     """
 
@@ -48,7 +45,6 @@ class StageState:
     tensors: Mapping[str, torch.Tensor]
     timeline: Timeline = FIRST_TIMELINE
     ledger: bytes = b""
-    lineage: bytes = b""
     entry: bytes = b""
 
     @property
@@ -60,11 +56,6 @@ class StageState:
     def created_at_round(self) -> int:
         """The first round that ever began with these weights."""
         return self.timeline.creation_round(self.round_number)
-
-    @property
-    def descent(self) -> Descent:
-        """Where the weights come from."""
-        return Descent(self.optimizer_step, self.history_hash, self.lineage)
 
     def at_beginning_of(self, timeline: Timeline) -> StageState:
         """The same state as what a timeline begins with: peers may have taken it under another round and timeline."""
@@ -89,7 +80,6 @@ def make_index(
         timeline_first_optimizer_step=state.timeline.first_optimizer_step,
         timeline_created_at_round=state.timeline.created_at_round,
         history_hash=state.history_hash,
-        lineage=state.lineage,
         ledger=state.ledger,
         entry=state.entry,
         entries=tuple(entries),
@@ -109,8 +99,8 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return bytes_of(flat) if flat.numel() else memoryview(b"")
 
 
-def timeline_of(told: StateIndex | ListSnapshotsReply) -> Timeline:
-    """The timeline that a state or an update belongs to, or that a peer says it is on."""
+def timeline_of(told: StateIndex) -> Timeline:
+    """The timeline that a state or an update belongs to."""
     return Timeline(told.timeline_first_round, told.timeline_first_optimizer_step, told.timeline_created_at_round)
 
 
@@ -147,23 +137,4 @@ def assemble(index: StateIndex, buffers: Sequence[torch.Tensor]) -> StageState:
         except RuntimeError as error:
             raise InvalidMessage(f"tensor {entry.name:.100} of shape {entry.shape}: {error}") from error
     timeline = timeline_of(index)
-    return StageState(
-        index.round_number, index.history_hash, tensors, timeline, index.ledger, index.lineage, index.entry
-    )
-
-
-def digest_weights(weights: Iterable[torch.Tensor]) -> str:
-    """A digest of the weights that stage-mates share, about a second per gigabyte; in the device thread.
-
-    It leaves the optimizer's state out, which is twice as large with AdamW: a difference in it that matters reaches the
-    weights with the next updates.
-    """
-    return extend_history("", (tensor.cpu() for tensor in weights))
-
-
-def extend_history(history_hash: str, tensors: Iterable[torch.Tensor]) -> str:
-    """The history hash of weights after one more update: a digest of the hash before and of the averaged gradients."""
-    digest = hashlib.sha256(history_hash.encode())
-    for tensor in tensors:
-        digest.update(bytes_of(tensor.contiguous()))
-    return digest.hexdigest()[:32]
+    return StageState(index.round_number, index.history_hash, tensors, timeline, index.ledger, index.entry)

@@ -2,7 +2,7 @@
 
 A snapshot is the state of a stage after one entry of its log, and the next entry's cut names its root. So that entry's
 hash is the snapshot's name, and nobody can give another state under it (docs/protocol.md, 'Roots'). Owns which
-snapshots are kept. Must not know of training, or who asks for a snapshot and why: agreed_snapshots.py does.
+snapshots are kept. Must not know of training, or who asks for a snapshot and why: snapshots.py does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import anyio
 
 from swarm_peer.errors import InvalidMessage, NotServing
-from swarm_peer.policy.recovery import SNAPSHOTS_KEPT
+from swarm_peer.model.costs import SNAPSHOTS_KEPT
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed
 from swarm_peer.protocol.statements import Snapshot, hash_of

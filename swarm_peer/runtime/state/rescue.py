@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Protocol
 
 import anyio
 
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.recovery import choose_mover
-from swarm_peer.policy.view import PeerState
+from swarm_peer.policy.placement.lost_stage import choose_mover
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.network.swarm_access import Look
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,13 @@ RESCUE_PATIENCE = 2
 # link brings a snapshot.
 JOINER_PATIENCE = 20
 JOINER_BYTES_PER_S = 5e6
+
+
+class Look(Protocol):
+    """Looks up the peers that announce some stages; waits until the DHT answers. See Directory.refresh_surely."""
+
+    async def __call__(self, stages: Sequence[int], max_age_s: float = 0.0) -> SwarmView:
+        """The swarm, with these stages as they are now, or were so short a time ago."""
 
 
 async def watch_stages(context: PeerContext, look: Look) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from swarm_peer.model.round_strategy import shared_entries
-from swarm_peer.runtime.state.index import as_bytes, extend_history
+from swarm_peer.runtime.state.index import as_bytes
 
 
 def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
@@ -29,4 +29,7 @@ def root_of(state: Mapping[str, Tensor], ledger: bytes) -> str:
 
 def digest_of(averages: Sequence[Tensor]) -> str:
     """A digest of an update, as entries name it."""
-    return extend_history("", averages)
+    digest = hashlib.sha256()
+    for average in averages:
+        digest.update(as_bytes(average))
+    return digest.hexdigest()[:32]

@@ -1,18 +1,17 @@
-"""Gives the state that this peer trains to other peers, and the updates that a newcomer has to apply to it.
+"""Gives the state that this peer trains to other peers, and the updates of its newest entries.
 
-A newcomer downloads a state and then applies the updates of the rounds that passed meanwhile, so this peer keeps those
-for as long as a state is being downloaded, and the last ones without an average in any case. Owns which states and
-updates are kept in memory, and for how long. Must not know when a round ends, or who asks for a state and why.
-Snapshots are given away by snapshot_store.py; joining.py is the other side, which downloads.
+A newcomer downloads a state and then applies the updates of the rounds that passed meanwhile. Owns which states are
+kept in memory, and for how long; the driver keeps the updates. Must not know when a round ends, or who asks for a state
+and why. Snapshots are given away by named_snapshots.py; states.py is the other side, which downloads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import anyio
-import torch
+from torch import Tensor
 
 from swarm_peer.errors import NotServing
 from swarm_peer.policy.step_state import Phase, StepState
@@ -34,71 +33,41 @@ SLOWEST_BYTES_PER_S = 1e6
 LEASE_S = 600.0
 # How often expired ones are dropped.
 EXPIRY_POLL_S = 10.0
-# All that is held together takes at most the memory of so many states, or this, if a state is small. It is the updates
-# that have to give way: for each state that is not held, the updates of three rounds and more.
-MOST_STATES_BYTES = 4
-SMALL_BYTES = 2**28
-# A state is as large as three updates, and averaging takes more bandwidth per round than one update does. So a peer
-# that needs more averages than this for a state could not keep up with averaging either. Rounds without an average are
-# small: a peer keeps all of them while a state is being downloaded, and so many while none is, since a peer that was
-# left behind takes those over, and no state.
-MAX_UPDATES_RETAINED = 16
 # Whole states in memory for peers that download: one, and one newer state, for peers that the first is too old for.
 MAX_STATES_HELD = 2
-# A held state at most this many rounds old is given away again: there is time to catch up before the updates are
-# dropped.
-MAX_ROUNDS_BEHIND = MAX_UPDATES_RETAINED // 2
+# A held state at most this many rounds old is given away again: a state is as large as three updates, and to catch up
+# with fewer rounds is quicker than to download another one.
+MAX_ROUNDS_BEHIND = 8
 
 
 class StateServer:
-    """Gives a replica's own state and its updates to other peers. Belongs to the event loop's thread.
+    """Gives a replica's own state, and the updates of its newest entries. Belongs to the event loop's thread.
+
+    Args:
+        kept: the averages that a round's entry names by their digest, with its hash; None if they are not kept
 
     Attributes:
         stored: what peers are downloading, by the hash of its index
     """
 
-    def __init__(self, *, context: PeerContext, core: ReplicaCore):
+    def __init__(
+        self, *, context: PeerContext, core: ReplicaCore, kept: Callable[[int], tuple[str, Sequence[Tensor]] | None]
+    ):
         self.stored: dict[bytes, StoredState] = {}
-        # Where updates are delayed, the newest state that a snapshot is due of, and where the replica stood.
-        self._complete: tuple[StepState, StageState] | None = None
         self._clock = context.clock
         self._threads = context.threads
         self._changed = context.changed
         self._core = core
         self._stage = core.stage
+        self._kept = kept
         # Each state and each update is hashed once. A state takes a second for each GB: no update waits for that.
         self._state_lock, self._update_lock = anyio.Lock(), anyio.Lock()
         self._lease_ends: dict[bytes, float] = {}  # by the hash of the index
-        self._updates: dict[int, StageState] = {}  # by round; a newcomer that is downloading needs them next
-        self._wanted_until_s = -1.0  # the newest update is kept so long, though nobody downloads a state
-        self._update_ids: dict[int, bytes] = {}  # hashes of the indexes of updates that were asked for, by round
 
     @property
     def step(self) -> StepState:
         """Where the replica stands."""
         return self._core.rounds.step
-
-    async def retain_update(
-        self, gradients: Sequence[torch.Tensor], history_hash: str, ledger: bytes, *, is_wanted: bool = False
-    ) -> None:
-        """Keep the update that ends the present round, if a peer is downloading an earlier state.
-
-        An update without tensors is kept in any case.
-
-        Args:
-            is_wanted: whether some stage-mate takes it over, be its download of a state long over
-        """
-        step = self.step
-        if is_wanted:
-            self._wanted_until_s = self._clock.monotonic_s() + RETAIN_S
-        self._drop_expired()
-        if gradients and not self._keeps_updates():
-            return
-        tensors = await self._threads.run(_copies, gradients) if gradients else {}
-        update = StageState(step.round_number, history_hash, tensors, step.timeline, ledger)
-        self._updates = {known: state for known, state in self._updates.items() if state.timeline == step.timeline}
-        self._updates[step.round_number] = update
-        self._make_room_for_all()
 
     async def run(self) -> None:
         """Drop what nobody downloads any more, until cancelled: a round may take long."""
@@ -108,61 +77,13 @@ class StateServer:
 
     def _drop_expired(self) -> None:
         now = self._clock.monotonic_s()
-        self.stored = {
-            key: stored
-            for key, stored in self.stored.items()
-            if now <= min(stored.used_at + RETAIN_S, self._lease_ends[key])
-        }
+        self._keep_only(
+            key for key, stored in self.stored.items() if now <= min(stored.used_at + RETAIN_S, self._lease_ends[key])
+        )
+
+    def _keep_only(self, keys: Iterable[bytes]) -> None:
+        self.stored = {key: self.stored[key] for key in keys}
         self._lease_ends = {key: self._lease_ends[key] for key in self.stored}
-        if not self._keeps_updates():
-            self._updates = {number: update for number, update in self._updates.items() if not update.tensors}
-            self._update_ids = {
-                number: self._update_ids[number] for number in self._update_ids if number in self._updates
-            }
-
-    def _keeps_updates(self) -> bool:
-        return bool(self._held()) or self._clock.monotonic_s() <= self._wanted_until_s
-
-    def _make_room_for_all(self) -> None:
-        """Drop the oldest updates until all that is held fits."""
-        states = [stored.num_bytes for stored in self._held().values()]
-        most_bytes = max(MOST_STATES_BYTES * max(states, default=0), SMALL_BYTES)
-        while len(self._updates) > 1 and (
-            self._has_too_many_updates() or sum(states) + self._update_bytes() > most_bytes
-        ):
-            oldest_round = min(self._updates)
-            del self._updates[oldest_round]
-            self.stored.pop(self._update_ids.pop(oldest_round, b""), None)
-
-    def _has_too_many_updates(self) -> bool:
-        counted = [update for update in self._updates.values() if update.tensors or not self._keeps_updates()]
-        return len(counted) > MAX_UPDATES_RETAINED
-
-    def _update_bytes(self) -> int:
-        updates = self._updates.values()
-        return sum(len(update.ledger) + sum(tensor.nbytes for tensor in update.tensors.values()) for update in updates)
-
-    async def copy_state(self) -> StageState | None:
-        """Copy the replica's state; None while it has no weights, or an update is being applied."""
-        # Without the lock: neither a commit nor a snapshot waits until the state that a newcomer asks for is hashed.
-        return await self._core.device_thread.run(Priority.STEP, self._take)
-
-    async def keep_complete(self) -> None:
-        """Copy the state of a round that ends, when the average that ends it is known."""
-        step, state = self.step, await self.copy_state()
-        if state is not None:
-            self._complete = step, state
-            self._changed.notify()
-
-    @property
-    def has_complete(self) -> bool:
-        """Whether `keep_complete` has kept a state that nobody has taken."""
-        return self._complete is not None
-
-    def take_complete(self) -> tuple[StepState, StageState] | None:
-        """Take what `keep_complete` has kept, if anything: where the replica stood in that round, and the state."""
-        complete, self._complete = self._complete, None
-        return complete
 
     async def find(self, call: StateIndexCall) -> StoredState:
         """Find what a peer asks for.
@@ -188,7 +109,13 @@ class StateServer:
         found = [
             stored for stored in held if stored.index.round_number >= oldest and timeline_of(stored.index) == timeline
         ]
-        return max(found, key=lambda stored: stored.index.round_number, default=None)
+        newest = max(found, key=lambda stored: stored.index.round_number, default=None)
+        return newest if newest is not None and self._has_updates_since(newest) else None
+
+    def _has_updates_since(self, held: StoredState) -> bool:
+        """Whether a peer that takes a held state over can get the updates since as well."""
+        since = range(held.index.round_number - self.step.lag, self.step.round_number - self.step.lag)
+        return all(self._kept(number) is not None for number in since)
 
     def _make_room(self) -> None:
         """Drop the states that were not used for longest, so that one more may be held."""
@@ -230,37 +157,36 @@ class StateServer:
         state = await self._core.device_thread.run(Priority.STEP, self._take)
         if state is None:
             return None
-        stored = await self._threads.run(make_stored, self._stage, "state", state)
-        self._remember(stored)
-        self._make_room_for_all()
-        return stored
-
-    def _is_voted_on(self, round_number: int) -> bool:
-        """Whether the stage-mates vote on the update of a round: it is known in a moment, or they try again."""
-        ending = self._core.rounds.current
-        return ending.number == round_number and ending.vote is not None and ending.vote.attempt == ending.attempt
+        return self._remember(await self._threads.run(make_stored, self._stage, "state", state))
 
     async def _update(self, round_number: int) -> StoredState:
-        # A newcomer that took no part in the vote knows its result before the others have applied it.
-        with anyio.move_on_after(WAIT_FOR_ROUND_S):
-            await self._changed.wait_for(lambda: not self._is_voted_on(round_number))
-        state = self._updates.get(round_number)
-        if state is None or state.timeline != self.step.timeline:
-            raise NotServing(f"the update of round {round_number} is not kept here")
         async with self._update_lock:
-            if self._update_ids.get(round_number) not in self.stored:
-                stored = await self._threads.run(make_stored, self._stage, "update", state)
-                self._update_ids[round_number] = self._remember(stored)
-        kept = self.stored.get(self._update_ids[round_number])
-        if kept is None:
-            raise NotServing(f"the update of round {round_number} is not kept here any more")
-        return kept
+            found = self._kept(round_number)
+            if found is None:
+                raise NotServing(f"the update of round {round_number} is not kept here")
+            entry, averages = found
+            for stored in self.stored.values():
+                if (stored.index.kind, stored.index.history_hash) == ("update", entry):
+                    return stored
+            tensors = {f"{number:05d}": average for number, average in enumerate(averages)}
+            state = StageState(round_number, entry, tensors, self.step.timeline)
+            made = await self._threads.run(make_stored, self._stage, "update", state)
+            self._drop_old_updates()
+            return self._remember(made)
 
-    def _remember(self, stored: StoredState) -> bytes:
+    def _drop_old_updates(self) -> None:
+        """Drop the updates that the driver does not keep any more: they would take memory beyond its limit."""
+        self._keep_only(
+            key
+            for key, stored in self.stored.items()
+            if stored.index.kind == "state" or self._kept(stored.index.round_number) is not None
+        )
+
+    def _remember(self, stored: StoredState) -> StoredState:
         stored.used_at = now = self._clock.monotonic_s()
         self.stored[stored.key] = stored
         self._lease_ends[stored.key] = now + max(LEASE_S, stored.num_bytes / SLOWEST_BYTES_PER_S)
-        return stored.key
+        return stored
 
     def _take(self) -> StageState | None:
         """Copy the replica's state; in the device thread.
@@ -277,9 +203,4 @@ class StateServer:
             tensors=trainer.state(),
             timeline=step.timeline,
             ledger=step.ledger,
-            lineage=step.lineage,
         )
-
-
-def _copies(gradients: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {f"{number:05d}": gradient.clone() for number, gradient in enumerate(gradients)}

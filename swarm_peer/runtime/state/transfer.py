@@ -2,7 +2,7 @@
 
 If a donor dies, stalls or lies, the others give the chunks that it owes. hivemind's own download would not do: it takes
 everything from one donor, checks nothing, and returns None if no donor answers. Must not know why a state is wanted:
-joining.py does.
+states.py and snapshots.py do.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, forget_frames
-from swarm_peer.policy.recovery import Timeline
-from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.runtime.network.transport import Reply, Transport, unpack_fields
 from swarm_peer.runtime.state.index import StageState, assemble, num_bytes, timeline_of
 from swarm_peer.wire.codecs import bytes_of
@@ -112,9 +110,7 @@ async def fetch_state(
     call: StateIndexCall,
     *,
     max_bytes: int,
-    max_round: int = MAX_ROUND,
     optimizer_step: int | None = None,
-    timeline: Timeline | None = None,
     rng: random.Random,
     take: Callable[[StageState], Awaitable[None]] | None = None,
     room: Room = MEMORY,
@@ -125,8 +121,7 @@ async def fetch_state(
     Args:
         donors: peers that may have it, in any order
         max_bytes: refuse an index of more bytes
-        max_round: refuse an index of a later round
-        optimizer_step, timeline: refuse an index of weights of another one, if given
+        optimizer_step: refuse an index of weights of another one, if given
         take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
         room: where the state is to lie
         are_holders: whether all donors are asked at once, since few may have it, and these have hashed it before
@@ -137,9 +132,7 @@ async def fetch_state(
     """
 
     def check(index: StateIndex) -> None:
-        _check_index(index, call, max_bytes, max_round, optimizer_step)
-        if timeline not in (None, timeline_of(index)):
-            raise InvalidMessage(f"offered a state of {timeline_of(index)}; wanted one of {timeline}")
+        _check_index(index, call, max_bytes, optimizer_step)
 
     waiting = list(donors)
     rng.shuffle(waiting)
@@ -175,9 +168,9 @@ def _joined(reasons: Sequence[str]) -> str:
 def _preference(call: StateIndexCall, index: StateIndex, donors: Sequence[str]) -> tuple[int, int, str]:
     """Sort key of an index: prefer later rounds, and within a round the index that most donors give.
 
-    For a snapshot the round does not count, since weights created in one round can begin several: see Timeline.
+    For a snapshot the round does not count: the run may have begun anew with it, in a later round.
     """
-    is_snapshot = call.created_at_round is not None or call.entry != "" or call.optimizer_step is not None
+    is_snapshot = call.entry != "" or call.optimizer_step is not None
     return (0 if is_snapshot else index.round_number, len(donors), min(donors))
 
 
@@ -215,30 +208,20 @@ async def _ask_index(
     return found
 
 
-def _check_index(
-    index: StateIndex, call: StateIndexCall, max_bytes: int, max_round: int, optimizer_step: int | None
-) -> None:
+def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, optimizer_step: int | None) -> None:
     total_bytes = sum(num_bytes(entry) for entry in index.entries)
     timeline = timeline_of(index)
-    created_at_round = timeline.creation_round(index.round_number)
     claimed = timeline.optimizer_step_at(index.round_number)
     fits = index.round_number >= call.min_round if call.kind == "state" else index.round_number == call.min_round
     if (
         (index.stage, index.kind) != (call.of_stage, call.kind)
         or not fits
         or not timeline.allows_round(index.round_number)
-        or call.created_at_round not in (None, created_at_round)
         or total_bytes > max_bytes
     ):
-        wanted_round = "any round" if call.created_at_round is None else f"round {call.created_at_round}"
         raise InvalidMessage(
-            f"offered {total_bytes} bytes, {index.kind} of stage {index.stage} at round {index.round_number}, "
-            f"created in round {created_at_round}; wanted at most {max_bytes} bytes, {call.kind} of stage "
-            f"{call.of_stage} at round {call.min_round}, created in {wanted_round}"
-        )
-    if index.round_number > max_round:
-        raise InvalidMessage(
-            f"offered a state of round {index.round_number}, and the run cannot be beyond {max_round} yet"
+            f"offered {total_bytes} bytes, {index.kind} of stage {index.stage} at round {index.round_number}; wanted "
+            f"at most {max_bytes} bytes, {call.kind} of stage {call.of_stage} at round {call.min_round}"
         )
     if optimizer_step not in (None, claimed):
         raise InvalidMessage(

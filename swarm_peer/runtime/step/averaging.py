@@ -1,12 +1,11 @@
 """Averaging among stage-mates: rounds of hivemind's all-reduce, whose parts travel as calls.
 
-Must not know whether the members held the same weights and got the same averages: settlement.py checks that.
+Must not know whether the members held the same weights and got the same averages: the protocol checks that.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 
 import anyio
@@ -19,7 +18,7 @@ from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.runtime.step.all_reduce import AllReduce
 from swarm_peer.wire.messages import AveragePartCall, Body
 
-# Members leave the barrier within milliseconds of each other, but a busy machine may take longer.
+# Members begin within milliseconds of each other, but a busy machine may take longer.
 START_TIMEOUT_S = 5.0
 
 
@@ -45,15 +44,14 @@ class GradientAverager:
             shapes: of the gradients
         """
         self._threads = context.threads
+        self._clock = context.clock
+        self._metrics = context.metrics
         self._section = context.resolved.manifest.averaging
         self._hash = context.resolved.hash
         self._stage = stage
         self._transport = transport
         self._shapes = list(shapes)
-        # An average may be applied while the next one is being made.
-        num_buffers = 2 if self._section.mode == "delayed" else 1
-        buffers = [torch.zeros(sum(shape.numel() for shape in shapes)) for _ in range(num_buffers)]
-        self._buffers = itertools.cycle(buffers)
+        self._values = torch.zeros(sum(shape.numel() for shape in shapes))
         self._rounds: dict[bytes, AllReduce] = {}  # those under way, by group: one, but for a moment
         self._changed = Condition()
 
@@ -63,39 +61,31 @@ class GradientAverager:
         return {AveragePartCall: self.handle_part}
 
     async def average(
-        self, gradients: Sequence[torch.Tensor], *, round_number: int, attempt: int, shares: Mapping[str, int]
+        self, name: str, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]
     ) -> list[torch.Tensor]:
-        """Run one averaging round. It fails unless all members give the same round, attempt and shares.
+        """Run one averaging round. It fails unless all members give the same name and shares.
 
         Args:
             gradients: CPU, fp32; not changed
-            shares: for each member, this peer among them, the samples that its gradients are means of; some may be 0
+            shares: for each member, this peer among them, what its gradients weigh; some may be 0
 
         Returns:
-            the means over samples, or plain means if all shares are 0; valid until the next averaging round, or in
-            mode `delayed` until the one after it
+            the weighted means, or plain means if all shares are 0; valid until the next averaging round
 
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
-        return await self.average_as(f"{round_number}/{attempt}/{sorted(shares.items())}", gradients, shares)
-
-    async def average_as(
-        self, name: str, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]
-    ) -> list[torch.Tensor]:
-        """Run one averaging round, as `average`. It fails unless all members give the same name and shares.
-
-        Raises:
-            AveragingFailed: as `average`
-        """
+        if len(shares) == 1:
+            self._metrics.averaging_rounds.labels("alone").inc()
+            return list(gradients)
+        began_s = self._clock.monotonic_s()
         group = hashlib.sha256(f"{self._hash}/{self._stage}/{name}".encode()).digest()
-        values = next(self._buffers)
-        averages = self._views_of(values)
+        averages = self._views_of(self._values)
         await self._threads.run(_fill, averages, gradients)
         averaging_round = AllReduce(
             group=group,
             shares=shares,
-            values=values,
+            values=self._values,
             section=self._section,
             threads=self._threads,
             me=self._transport.peer_id,
@@ -108,7 +98,10 @@ class GradientAverager:
         finally:
             del self._rounds[group]
         if reason is not None:
+            self._metrics.averaging_rounds.labels("failed").inc()
             raise AveragingFailed(reason, averaging_round.blamed)
+        self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - began_s)
+        self._metrics.averaging_rounds.labels("done").inc()
         return averages
 
     def _views_of(self, values: torch.Tensor) -> list[torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from swarm_peer.model.round_strategy import Work
@@ -12,18 +10,11 @@ from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.runtime.host.metrics import PeerMetrics
 
 
-def contributions(
-    trainer: StageTrainer, metrics: PeerMetrics, updates: UpdateRecord, round_number: int
-) -> tuple[Sequence[torch.Tensor], int, Work | None]:
-    """Make what this peer brings to the average that ends the round, and to the next one if that is known.
+def contribution(trainer: StageTrainer, metrics: PeerMetrics, updates: UpdateRecord, round_number: int) -> Work:
+    """Make what this peer brings to the average that ends the round: nothing, if it is not finite.
 
     To be called in the device thread.
     """
-    return *_contribution(trainer, metrics, updates, round_number), trainer.strategy.next_contribution()
-
-
-def _contribution(trainer: StageTrainer, metrics: PeerMetrics, updates: UpdateRecord, round_number: int) -> Work:
-    """Make what this peer brings to the average: nothing, if it is not finite."""
     if lost := trainer.discard_if_not_finite():
         updates.not_finite()
         metrics.lose(lost, "their gradient is not finite", round_number=round_number)

@@ -24,10 +24,8 @@ class CutAverager:
             AverageFailed: a member was lost, or has sent what does not fit
         """
         shares = {part.seat.peer: part.weight for part in cut.parts}
-        if len(shares) == 1:
-            return [mean.clone() for mean in means]
         try:
-            averages = await self._averager.average_as(cut.hash, means, shares)
+            averages = await self._averager.average(cut.hash, means, shares)
         except AveragingFailed as error:
             blamed = frozenset(seat for seat in cut.seats if seat.peer in error.blamed)
             raise AverageFailed(str(error), blamed) from error

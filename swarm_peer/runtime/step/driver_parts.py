@@ -12,7 +12,7 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Cut
 from swarm_peer.protocol.statements import Seat
-from swarm_peer.runtime.state.agreed_states import Taken
+from swarm_peer.runtime.state.states import Taken
 
 
 class AverageFailed(Exception):

@@ -10,8 +10,8 @@ from torch import Tensor, empty_like, zeros_like
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.policy.recovery import Timeline
 from swarm_peer.policy.step_state import Phase, StepState
+from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.context import PeerContext
@@ -19,7 +19,7 @@ from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.roots import digest_of, root_of
-from swarm_peer.runtime.step.contribution import contributions
+from swarm_peer.runtime.step.contribution import contribution
 from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.wire.ledger_codec import encode_ledger
 
@@ -64,6 +64,8 @@ class StageWorkplace:
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
         rounds = self._core.rounds
+        if rounds.step.timeline != timeline_of(standing.restart):
+            self._updates.begin()
         step = StepState(
             round_number=number,
             timeline=timeline_of(standing.restart),
@@ -77,6 +79,7 @@ class StageWorkplace:
         known = present.round_number, present.history_hash, present.weights_version
         if known != (number, standing.entry, step.weights_version) or present.phase is Phase.EMPTY:
             rounds.begin(step)
+            self._context.metrics.optimizer_step.set(step.optimizer_step)
         rounds.enter(Phase.OPEN)
 
     def close(self) -> None:
@@ -86,6 +89,7 @@ class StageWorkplace:
 
     def fall_behind(self) -> None:
         """Turn away those that wait for the next round as well: this seat may lack its weights for long."""
+        self._updates.begin()
         if self._core.rounds.step.phase is not Phase.EMPTY:
             self._core.rounds.enter(Phase.CATCHING_UP)
 
@@ -98,7 +102,7 @@ class StageWorkplace:
         return await self._in_device_thread(partial(self._take, number))
 
     def _take(self, number: int) -> tuple[list[Tensor], int]:
-        means, weight, _ = contributions(self._trainer, self._context.metrics, self._updates, number)
+        means, weight = contribution(self._trainer, self._context.metrics, self._updates, number)
         self._trainer.discard_gradients()
         return list(means), weight
 
