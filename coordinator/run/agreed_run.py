@@ -150,7 +150,7 @@ class AgreedRun:
             UserError: there is no room for its states
         """
         entries = await self._giver.give(checkpoint)
-        # Peers may have come further since. What they have made meanwhile must not seem to be of the new rounds.
+        # Peers may have come further since, and their snapshots of that time must not seem to be of the new rounds.
         reached = known_round + MAX_ROUNDS_AHEAD + self._lag
         rounds = checkpoint.round_number, reached, self._agreeing.membership.epoch.restart.first_round
         self._agreeing.go_back(self._rules.restart(max(rounds), checkpoint.optimizer_step, entries))
