@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from invariants import Beginning, Invariants, Place, State, after, before
 from loop import HOST
+from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.step_loop import StepLoop
 
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.timeline import Timeline
-from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.step_loop import StepLoop
 
 
 class DelayedInvariants(Invariants):

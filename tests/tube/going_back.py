@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from hosts import Host
 from loop import HOST
-
 from swarm_peer.policy.recovery import Rewind, SnapshotRef, Standing, Timeline
 from swarm_peer.runtime.state.claims import is_on_timeline
 

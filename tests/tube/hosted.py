@@ -12,6 +12,7 @@ import anyio
 import torch
 from hosts import Host
 from loop import HOST
+from swarm_peer.runtime.agreed_peer import Peer
 
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.context import CoordinatorContext
@@ -22,7 +23,6 @@ from coordinator.watch.ending import ENDED_BY_OPERATOR
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.agreed_peer import Peer
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest

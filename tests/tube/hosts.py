@@ -27,13 +27,13 @@ from swarm_peer.wire.passes import Invite, TicketRecord
 from swarm_peer.wire.records import Assignment, seal
 
 if TYPE_CHECKING:
+    from swarm_peer.runtime.agreed_assembly import PeerParts
+    from swarm_peer.runtime.agreed_peer import Peer
     from world import World
 
     from coordinator.run.coordination import Coordination
     from coordinator.run.service import RunService
     from swarm_peer.protocol.statements import EpochId, Seat
-    from swarm_peer.runtime.agreed_assembly import PeerParts
-    from swarm_peer.runtime.agreed_peer import Peer
     from swarm_peer.runtime.network.agreement import Agreement
 
 # The tasks of a dead host must have ended after this time.

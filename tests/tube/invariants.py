@@ -8,13 +8,18 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import swarm_peer.runtime.agreed_mover as mover_module
 import torch
 from hosts import Host
 from loop import HOST
 from records import Place, Records, State, Work, same_weights
+from swarm_peer.runtime.agreed_mover import Mover
+from swarm_peer.runtime.agreed_peer import Peer
+from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.runtime.state.agreed_states import StageSources
+from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from wrapping import after, around, before
 
-import swarm_peer.runtime.agreed_mover as mover_module
 from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run.coordination import Coordination
@@ -29,14 +34,9 @@ from swarm_peer.policy.view import PeerState
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Contribution, Entry, Name, base_of, repeats
 from swarm_peer.protocol.member import Member
-from swarm_peer.runtime.agreed_mover import Mover
-from swarm_peer.runtime.agreed_peer import Peer
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.state.agreed_states import StageSources
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
-from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.runtime.step.giving import Giving

@@ -16,8 +16,20 @@ from typing import Any
 from unittest.mock import patch
 
 import anyio
+import swarm_peer.runtime.step.barrier as barrier_module
+import swarm_peer.runtime.step.settlement as settlement_module
 import torch
 from schedule import Schedule, numbered
+from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
+from swarm_peer.policy.data.sample_ledger import LeaseDecision, SampleLedger
+from swarm_peer.runtime.data.leases import SliceLeases
+from swarm_peer.runtime.state.own_work import OwnWork
+from swarm_peer.runtime.state.recovery import Recovery
+from swarm_peer.runtime.state.snapshot_store import SnapshotStore
+from swarm_peer.runtime.step.barrier import Barrier
+from swarm_peer.runtime.step.handover import GradientHandover
+from swarm_peer.runtime.step.settlement import StageGroup
+from swarm_peer.runtime.step.step_loop import StepLoop
 from tube import Outcome, run_schedule
 
 import coordinator.checkpoints.folder as folder_module
@@ -27,30 +39,18 @@ import coordinator.run.service as service_module
 import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
-import swarm_peer.runtime.step.barrier as barrier_module
-import swarm_peer.runtime.step.settlement as settlement_module
 from coordinator.watch.ending import Farewell, end_run_for
 from swarm_peer.errors import CallError, InvalidMessage
-from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.data.sample_ledger import LeaseDecision, SampleLedger
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.data.launcher import MicrobatchLauncher
-from swarm_peer.runtime.data.leases import SliceLeases
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.state.joining import StateDownloads
-from swarm_peer.runtime.state.own_work import OwnWork
-from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
-from swarm_peer.runtime.step.barrier import Barrier
-from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.settlement import StageGroup
-from swarm_peer.runtime.step.step_loop import StepLoop
 
 Defect = Callable[[], AbstractContextManager[Any]]
 

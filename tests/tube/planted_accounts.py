@@ -12,37 +12,37 @@ from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
-from planted import _all, _wrapped, defect
-
-import swarm_peer.policy.leadership as leadership_module
 import swarm_peer.policy.recovery as recovery_policy
-import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.recovery as recovery_module
-from coordinator.checkpoints.writer import CheckpointWriter
-from coordinator.run.service import RunService
-from swarm_peer.errors import NotServing
-from swarm_peer.model.clipping import Clipper
+from planted import _all, _wrapped, defect
 from swarm_peer.model.delayed_strategy import DelayedStrategy
-from swarm_peer.model.periodic_strategy import PeriodicStrategy
-from swarm_peer.model.training import StageTrainer
-from swarm_peer.policy.data.ranges import ranges_of
 from swarm_peer.policy.data.sample_ledger import MAX_WINDOWS
 from swarm_peer.policy.progress_counter import ProgressCounter
-from swarm_peer.policy.view import UNDECIDED, PeerState
-from swarm_peer.runtime.data.launcher import MicrobatchLauncher
 from swarm_peer.runtime.data.leases import SliceLeases
-from swarm_peer.runtime.data.slices import SliceWindows
-from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.progress import ProgressBook
-from swarm_peer.runtime.network.transport import Reply
-from swarm_peer.runtime.stage.rounds import ReplicaRound
-from swarm_peer.runtime.stage.stage_server import StageServer
 from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
-from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.step.ahead import AveragingAhead
 from swarm_peer.runtime.step.handover import GradientHandover
 from swarm_peer.runtime.step.settlement import StageGroup
 from swarm_peer.runtime.step.step_loop import StepLoop
+
+import swarm_peer.policy.leadership as leadership_module
+import swarm_peer.runtime.mover as mover_module
+from coordinator.checkpoints.writer import CheckpointWriter
+from coordinator.run.service import RunService
+from swarm_peer.errors import NotServing
+from swarm_peer.model.clipping import Clipper
+from swarm_peer.model.periodic_strategy import PeriodicStrategy
+from swarm_peer.model.training import StageTrainer
+from swarm_peer.policy.data.ranges import ranges_of
+from swarm_peer.policy.view import UNDECIDED, PeerState
+from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.runtime.data.slices import SliceWindows
+from swarm_peer.runtime.mover import Mover
+from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.runtime.stage.rounds import ReplicaRound
+from swarm_peer.runtime.stage.stage_server import StageServer
+from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.wire.messages import VoteReply
 
 # --- samples

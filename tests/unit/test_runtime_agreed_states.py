@@ -12,6 +12,7 @@ import torch
 from agreed_stages import is_member, resolved_of
 from contexts import make_context
 from memory_transport import MemoryNetwork
+from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 
 from swarm_peer.errors import CallError
 from swarm_peer.model.training import StageTrainer
@@ -29,7 +30,6 @@ from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.runtime.state import agreed_states
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.runtime.step.workplace import timeline_of
