@@ -24,8 +24,6 @@ import torch
 from given_states import Gullible
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
-from swarm_peer.runtime.state.claims import list_snapshots
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 from coordinator.checkpoints import file_store as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
