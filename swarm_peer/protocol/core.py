@@ -459,7 +459,8 @@ class Core:
         if is_new or resends:
             members = self.epoch.roster(stage)
             others = [seat for seat in members if seat != self.membership.me]
-            sent += [(seat.peer, self._message(body)) for body in said for seat in others]
+            told = [(seat, body) for body in said for seat in others if is_new or leader.is_awaited(seat, body)]
+            sent += [(seat.peer, self._message(body)) for seat, body in told]
             for body in said if stage == 0 else ():
                 if isinstance(body, Close):
                     leaders = [seat for seat in self._stage_leaders() if seat not in members]

@@ -14,6 +14,7 @@ from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
     Base,
     Blamed,
+    Close,
     Committed,
     Contribution,
     Cut,
@@ -45,10 +46,8 @@ from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
-# A seat that lacks fewer entries than so many is waited for.
-NEAR = 3
-# Others are waited for in one of so many rounds: where rounds are quicker than what they lack can travel, they would
-# never come near.
+# A seat that lacks much is waited for in one of so many rounds: where these are quicker than what it lacks can travel, it
+# would never come near.
 FAR_WAITED_EVERY = 8
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
@@ -186,7 +185,7 @@ class Leader:
         if not self.is_synced:
             return None
         self.round.far.pop(sender, None)
-        if status.state not in list(self._member.log.heads().values())[-NEAR:]:
+        if not self._member.log.is_near(status.state):
             self.round.far[sender] = now_s
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
@@ -236,6 +235,15 @@ class Leader:
         log = self._member.log
         told = log.since(min(since, log.next_round - 1))
         return Entries(log.stage, self.reign, told, self.evidence)
+
+    def is_awaited(self, seat: Seat, body: Body) -> bool:
+        """Whether a member has yet to show that it has heard something."""
+        present = self.round
+        if isinstance(body, Close):
+            return body.round != present.number or seat not in present.ready
+        if isinstance(body, Cutting) and present.attempt is not None:
+            return not {seat} & (present.attempt.said.keys() | present.attempt.blamed.keys())
+        return True
 
     def asks_for_heads(self, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose members are asked for their head."""
