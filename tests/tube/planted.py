@@ -1,0 +1,513 @@
+"""Defects that are planted into the real code, one at a time, to see whether the tube notices them.
+
+To add a defect, write one more function: it returns what patches the mistake in, and its docstring says what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from schedule import Schedule, numbered
+from tube import Outcome, run_schedule
+
+import coordinator.checkpoints.folder as folder_module
+import coordinator.checkpoints.store as store_module
+import swarm_peer.protocol.epochs as epochs_module
+import swarm_peer.runtime.agreed_mover as mover_module
+import swarm_peer.runtime.state.transfer as transfer_module
+import swarm_peer.runtime.step.averaging as averaging_module
+from coordinator.checkpoints.writer import CheckpointWriter
+from swarm_peer.errors import InvalidMessage, RoundClosed
+from swarm_peer.policy.view import PeerState
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Cut
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.membership import Membership
+from swarm_peer.protocol.work import Work
+from swarm_peer.runtime.agreed_mover import Mover
+from swarm_peer.runtime.agreed_replica import Replica
+from swarm_peer.runtime.data.batch_launcher import BatchLauncher
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.agreed_work import AgreedWork
+from swarm_peer.runtime.stage.device_thread import Priority
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.state.agreed_snapshots import AgreedSnapshotKeeper
+from swarm_peer.runtime.state.agreed_states import StageSources
+from swarm_peer.runtime.step.agreed_reports import AgreedReports
+from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.named_gradients import NamedGradients
+from swarm_peer.runtime.step.workplace import StageWorkplace
+
+Defect = Callable[[], AbstractContextManager[Any]]
+
+DEFECTS: dict[str, Defect] = {}
+
+
+def defect(plant: Defect) -> Defect:
+    """Register a defect under its function's name."""
+    DEFECTS[plant.__name__] = plant
+    return plant
+
+
+def _wrapped(owner: Any, name: str, call: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Have `call(original, *args)` in place of a method or function."""
+    original = getattr(owner, name)
+    # A coroutine that nobody awaits would plant another defect than the one described.
+    assert inspect.iscoroutinefunction(call) == inspect.iscoroutinefunction(original), name
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return call(original, *args, **options)
+
+    return patch.object(owner, name, wrapped)
+
+
+def _all(*patches: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    for each in patches:
+        stack.enter_context(each)
+    return stack
+
+
+async def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# --- samples and gradients
+
+
+@defect
+def losses_not_told() -> Any:
+    """Work that no entry holds is forgotten, and nobody is told."""
+    return patch.object(AgreedReports, "lose", lambda reports, lost: lost.clear())
+
+
+@defect
+def gone_callers_not_counted() -> Any:
+    """A microbatch whose caller goes while its gradient is added does not count, and the gradient has it."""
+
+    async def add(
+        original: Any, executor: Any, entered: Any, microbatch: Any, passed: Any, behind: Any, caller: str
+    ) -> Any:
+        is_new = microbatch.id not in entered.counted
+        done = await executor._device_thread.run(
+            Priority.BACKWARD,
+            lambda: executor._backward(entered, microbatch, passed, behind),
+            microbatch.num_samples,
+            executor._speed,
+        )
+        return executor._counted(entered, microbatch, behind, done, caller, passed.graph if is_new else None)
+
+    return _wrapped(StageExecutor, "_add", add)
+
+
+@defect
+def accumulator_not_emptied() -> Any:
+    """A round begins with whatever the accumulator holds."""
+    return patch.object(StageWorkplace, "discard", _nothing)
+
+
+@defect
+def round_does_not_wait() -> Any:
+    """A round ends with microbatches inside."""
+    return patch.object(RoundAdmission, "drained", _nothing)
+
+
+@defect
+def heads_not_compared() -> Any:
+    """Microbatches of any heads are added."""
+
+    def admits(original: Any, work: Any, number: int, base: Any) -> bool:
+        present = work.open.get(number)
+        if present is None:
+            return False
+        present.computed.base = present.computed.base or base
+        return True
+
+    return _all(_wrapped(Work, "admits", admits), patch.object(AgreedWork, "admit", lambda *_: None))
+
+
+@defect
+def repeated_microbatch_counted() -> Any:
+    """A microbatch that a peer has counted, and whose reply was lost, is computed and counted again."""
+
+    def counted(original: Any, executor: Any, entered: Any, microbatch_id: bytes) -> Any:
+        entered.counted.pop(microbatch_id, None)
+
+    return _wrapped(StageExecutor, "counted_reply", counted)
+
+
+@defect
+def guests_left_out() -> Any:
+    """What others have given a member is in the cut, and not in what it brings."""
+
+    def mean(original: Any, held: Any, names: Any, like: Any) -> Any:
+        own = [name for name in names if held._held[name][1]][:1]
+        means, _ = original(held, own, like)
+        return means, sum(held._held[name][1] for name in names)
+
+    return _wrapped(NamedGradients, "mean", mean)
+
+
+@defect
+def shares_not_weighed() -> Any:
+    """The averages are means over peers, and not over samples."""
+
+    def make(shares: Any, **options: Any) -> AllReduce:
+        return AllReduce(shares=dict.fromkeys(shares, 1), **options)
+
+    return patch.object(averaging_module, "AllReduce", make)
+
+
+@defect
+def partial_average_applied() -> Any:
+    """If a member does not average its parts in time, the others keep theirs and call the round done."""
+
+    def init(original: Any, runner: Any, *args: Any, **options: Any) -> None:
+        original(runner, *args, **options)
+        del runner.tensor_part_container.register_failed_reducer
+
+    return _wrapped(_ExactAllReduce, "__init__", init)
+
+
+# --- slices
+
+
+@defect
+def ends_told_early() -> Any:
+    """The end of a slice is told while windows of it are in flight."""
+
+    def ends(slices: Any) -> Any:
+        slices._note_ends()
+        return tuple(each.end for each in slices._held.values() if each.end is not None)
+
+    return patch.object(GrantedSlices, "_ends", ends)
+
+
+@defect
+def slice_ends_early() -> Any:
+    """A peer that has come to the end of a slice tells of an end that is some windows before it."""
+
+    def take_ends(original: Any, pool: Any) -> Any:
+        return [end._replace(start=end.end // 2, end=end.end // 2) for end in original(pool)]
+
+    return _wrapped(SamplePool, "take_ends", take_ends)
+
+
+@defect
+def samples_survive_going_back() -> Any:
+    """Samples that were drawn before the run went back are launched after it."""
+
+    def begin(original: Any, slices: Any, restart: Any) -> None:
+        generation = slices.generation
+        original(slices, restart)
+        slices.generation = generation
+
+    return _wrapped(GrantedSlices, "_begin", begin)
+
+
+@defect
+def void_samples_counted() -> Any:
+    """A microbatch that came too late is dropped, as if it had counted."""
+
+    def take_back(original: Any, slices: Any, present: Any, samples: Any, **about: Any) -> bool:
+        original(slices, present, samples, **about)
+        return True
+
+    return _wrapped(GrantedSlices, "counted", take_back)
+
+
+@defect
+def stale_microbatch_dropped() -> Any:
+    """A microbatch whose round has closed is dropped, as if others read its samples."""
+
+    async def compute(original: Any, launcher: Any, batch: Any, entered: Any) -> None:
+        try:
+            await original(launcher, batch, entered)
+        except RoundClosed:
+            """It counts as done."""
+
+    return _wrapped(BatchLauncher, "_compute", compute)
+
+
+# --- weights
+
+
+@defect
+def update_not_applied() -> Any:
+    """A seat that takes an update over notes it, and keeps its weights."""
+
+    async def apply(original: Any, driver: Any) -> None:
+        entry = driver._due(driver.member).entry
+        if driver.member.me in entry.cut.seats:
+            await original(driver)
+        else:
+            with patch.object(driver._workplace, "apply", _nothing):
+                await original(driver)
+
+    return _wrapped(RoundDriver, "_apply", apply)
+
+
+@defect
+def momentum_not_loaded() -> Any:
+    """A peer that takes over a state begins with an optimizer's state of zeros."""
+
+    async def load(original: Any, sources: Any, state: Any, *about: Any) -> None:
+        weights = set(sources._trainer.trained)
+        tensors = {
+            name: tensor if name in weights else torch.zeros_like(tensor) for name, tensor in state.tensors.items()
+        }
+        await original(sources, replace(state, tensors=tensors), *about)
+
+    return _wrapped(StageSources, "_load", load)
+
+
+@defect
+def older_state_loaded() -> Any:
+    """A state that was asked for before a peer got its place is loaded while it computes with other weights."""
+    return patch.object(StageSources, "_check_turn", lambda sources, turn: None)
+
+
+@defect
+def chunk_not_checked() -> Any:
+    """A downloaded chunk is taken without a look at its hash."""
+
+    async def fetch_chunk(original: Any, transport: Any, donor: Any, call: Any, chunk: Any, name: str) -> memoryview:
+        reply = await donor.call(transport, call)
+        if len(reply.tensors) != 1 or len(reply.tensors[0]) != chunk.size:
+            raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
+        data: memoryview = reply.tensors[0]
+        return data
+
+    return _wrapped(transfer_module, "_fetch_chunk", fetch_chunk)
+
+
+@defect
+def ledger_not_copied() -> Any:
+    """The ledger that is kept with an entry goes on with later ones."""
+
+    def note(driver: Any, member: Any) -> None:
+        if member.ledger is not None and member.state:
+            driver._ledgers.setdefault(member.state, member.ledger)
+
+    return patch.object(RoundDriver, "_note_ledger", note)
+
+
+@defect
+def lost_state_is_waited_for() -> Any:
+    """A seat that is alone without the state of its stage waits for somebody who gives it."""
+    return patch.object(RoundDriver, "_note_lack", lambda driver, error: None)
+
+
+# --- snapshots and checkpoints
+
+
+@defect
+def no_snapshots() -> Any:
+    """No peer keeps a snapshot."""
+    return patch.object(AgreedSnapshotKeeper, "take", lambda keeper, state, root: None)
+
+
+@defect
+def next_stage_not_guarded() -> Any:
+    """No peer copies snapshots of the next stage."""
+    return patch.object(AgreedSnapshotKeeper, "_run_guarding", _nothing)
+
+
+@defect
+def no_checkpoint_saved() -> Any:
+    """The coordinator saves no checkpoint."""
+
+    async def save(original: Any, writer: Any, transport: Any, optimizer_step: int) -> None:
+        """Forget that it is due."""
+
+    return _wrapped(CheckpointWriter, "_save", save)
+
+
+@defect
+def half_checkpoint_good() -> Any:
+    """A checkpoint counts as good without a look at the sizes and hashes of its files."""
+
+    def open_unchecked(original: Any, files: Any, folder: str, *args: Any) -> Any:
+        path = f"{folder}/{folder_module.CONTENTS}"
+        try:
+            contents = folder_module.Contents.model_validate_json(files.read(path, folder_module.MAX_JSON_BYTES))
+        except (ValueError, OSError):  # there is none, or the disk fails just now
+            return original(files, folder, *args)
+        with patch.object(files, "describe", lambda path: contents.files[path.rpartition("/")[2]]):
+            return original(files, folder, *args)
+
+    return _wrapped(store_module, "open_checkpoint", open_unchecked)
+
+
+# --- agreement
+
+
+@defect
+def silent_seats_stay() -> Any:
+    """No voter finds anybody silent."""
+    return patch.object(Membership, "_silent", lambda membership: frozenset())
+
+
+@defect
+def key_never_decides() -> Any:
+    """Whoever has the run key makes no epoch where most voters are gone."""
+    return patch.object(Membership, "_look_whether_the_key_decides", lambda membership: None)
+
+
+@defect
+def leases_never_lapse() -> Any:
+    """A leader goes on though it hears of no voter."""
+    return patch.object(Membership, "has_lease", lambda membership, now_s: True)
+
+
+@defect
+def statements_not_heard() -> Any:
+    """A new leader does not commit what its members have signed for the round that its predecessor had cut."""
+    return patch.object(Leader, "_signed_already", lambda leader: [])
+
+
+@defect
+def younger_life_is_ignored() -> Any:
+    """The places of an earlier life of a peer stay when it has come back."""
+
+    def seats(original: Any, epoch: Any, wishes: Any, joins: Any, silent: Any) -> Any:
+        return original(epoch, wishes, (), silent)
+
+    return _wrapped(epochs_module, "_without_the_gone", seats)
+
+
+@defect
+def cut_may_repeat() -> Any:
+    """Members agree to cuts that hold samples which have counted before, and leaders make them."""
+    return _all(
+        patch.object(Cut, "is_repeating", lambda cut, ledger: False),
+        patch("swarm_peer.protocol.leader.repeats", lambda samples, ledger: False),
+        patch("swarm_peer.protocol.log.repeats", lambda samples, ledger: False),
+    )
+
+
+@defect
+def lost_entries_not_noticed() -> Any:
+    """A stage goes on though another one has computed from entries that it lacks."""
+    return patch.object(Member, "look_whether_lost", lambda member, evidence: False)
+
+
+@defect
+def voids_ignored() -> Any:
+    """What was computed from other heads stays in the accumulator."""
+    return patch.object(Member, "voiding", property(lambda member: None))
+
+
+@defect
+def leavers_keep_their_place() -> Any:
+    """Who leaves does not say so: the others wait until it is silent."""
+    return patch.object(Replica, "_give_up_place", _nothing)
+
+
+@defect
+def no_handover() -> Any:
+    """Who leaves gives its work to nobody."""
+
+    async def give(original: Any, replica: Any) -> None:
+        replica.parts.reports.lose(await replica.parts.driver.leave())
+
+    return _wrapped(Replica, "_give_work", give)
+
+
+@defect
+def roster_is_backwards() -> Any:
+    """The youngest seat of a stage leads it, so that each newcomer takes the lead."""
+    return patch.object(Epoch, "leader", lambda epoch, stage: next(reversed(epoch.roster(stage)), None))
+
+
+# --- moves
+
+
+@defect
+def older_term_obeyed() -> Any:
+    """A peer obeys the orders of all coordinators, also those whose term is over."""
+
+    async def wait(original: Any, *, fetch: Any, **options: Any) -> Any:
+        async def fetch_all() -> Any:
+            found = await fetch()
+            if not found:
+                return found
+            orders = tuple(order for term in sorted(found) for order in found[term].assignments)
+            newest = max(found)
+            return {newest: found[newest].model_copy(update={"assignments": orders})}
+
+        return await original(fetch=fetch_all, **options)
+
+    return _wrapped(mover_module, "wait_for_assignment", wait)
+
+
+@defect
+def last_peer_moves() -> Any:
+    """A peer moves though nobody else serves its stage: neither the order nor the move is checked."""
+
+    async def may_leave(mover: Any, replica: Any) -> bool:
+        mover._lifecycle.enter(PeerState.DRAINING)
+        await mover._directory.announce()
+        return True
+
+    async def wait(original: Any, *, view: Any, **options: Any) -> Any:
+        somebody = SimpleNamespace(peer_id="")
+
+        def crowded() -> Any:
+            return SimpleNamespace(serving=lambda stage: [somebody], num_stages=view().num_stages)
+
+        return await original(view=crowded, **options)
+
+    return _all(patch.object(Mover, "_may_leave", may_leave), _wrapped(mover_module, "wait_for_assignment", wait))
+
+
+# --- the command
+
+
+def run_planted(name: str, seed: str) -> Outcome:
+    """Run a seed with a defect."""
+    with DEFECTS[name]():
+        return run_schedule(Schedule.draw(seed))
+
+
+def planted(*names: str, first: int = 0, most: int = 500, mode: str = "", often: str = "") -> None:
+    """Look for the first seed that finds each planted defect, and does not fail without it.
+
+    Args:
+        names: defects; all of them by default
+        first: the first seed
+        most: seeds to try
+        mode: as for `seeds`
+        often: a kind of fault that is drawn far more often than else
+    """
+    if unknown := [name for name in names if name not in DEFECTS]:
+        raise SystemExit(f"there is no planted defect {', '.join(unknown)}, but {', '.join(DEFECTS)}")
+    sound: dict[str, str] = {}  # the first violation of each seed without a defect, or nothing
+    for name in names or DEFECTS:
+        tried = 0
+        for seed in numbered(range(first, first + most), mode, often):
+            tried += 1
+            found = run_planted(name, seed).violations
+            if not found:
+                continue
+            if seed not in sound:
+                sound[seed] = "\n".join(run_schedule(Schedule.draw(seed)).violations[:1])
+            if not sound[seed]:
+                print(f"{name}: seed {seed} ({tried} tried): {found[0].splitlines()[0][:300]}", flush=True)
+                break
+            print(f"{name}: seed {seed} fails without it, too: {sound[seed].splitlines()[0][:200]}", flush=True)
+        else:
+            print(f"{name}: not found in {tried}", flush=True)
