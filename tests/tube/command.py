@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cyclopts import App
 from faults import KINDS
+from planted import planted
 from schedule import Schedule, numbered
 from tqdm import tqdm
 from tube import WATCHES, Outcome, run_schedule
@@ -31,6 +32,7 @@ QUICK = (4, 9, 12, 13, 14, 16, 22, 27, 28, 32, 49, 55, 58, 67, 77, 78, 81, 82, 8
 COUNTED = ("steps", "passes", "moves", "rewinds", "checked", "validated", "doubled", "lost")
 
 app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
+app.command(planted)
 
 
 @app.default

@@ -16,7 +16,6 @@ from invariants import Invariants
 from loop import HOST, OUTSIDE
 from periodic import PeriodicInvariants
 from records import State, same_weights
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 from wrapping import around
@@ -27,6 +26,7 @@ from coordinator.run.service import RunService
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.protocol.log import Committed
 from swarm_peer.protocol.member import Member
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState
 

@@ -12,7 +12,6 @@ import anyio
 import torch
 from hosts import Host
 from loop import HOST
-from swarm_peer.runtime.agreed_peer import Peer
 
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.context import CoordinatorContext
@@ -26,6 +25,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest
+from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.startup import choose_first_stage
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity

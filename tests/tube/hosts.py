@@ -27,14 +27,14 @@ from swarm_peer.wire.passes import Invite, TicketRecord
 from swarm_peer.wire.records import Assignment, seal
 
 if TYPE_CHECKING:
-    from swarm_peer.runtime.agreed_assembly import PeerParts
-    from swarm_peer.runtime.agreed_peer import Peer
     from world import World
 
     from coordinator.run.coordination import Coordination
     from coordinator.run.service import RunService
     from swarm_peer.protocol.statements import EpochId, Seat
+    from swarm_peer.runtime.assembly import PeerParts
     from swarm_peer.runtime.network.agreement import Agreement
+    from swarm_peer.runtime.peer import Peer
 
 # The tasks of a dead host must have ended after this time.
 BURIAL_S = 120.0

@@ -8,18 +8,13 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import swarm_peer.runtime.agreed_mover as mover_module
 import torch
 from hosts import Host
 from loop import HOST
 from records import Place, Records, State, Work, same_weights
-from swarm_peer.runtime.agreed_mover import Mover
-from swarm_peer.runtime.agreed_peer import Peer
-from swarm_peer.runtime.data.batch_launcher import BatchLauncher
-from swarm_peer.runtime.state.agreed_states import StageSources
-from swarm_peer.runtime.step.agreed_reports import AgreedReports
 from wrapping import after, around, before
 
+import swarm_peer.runtime.mover as mover_module
 from coordinator.checkpoints.folder import CheckpointDamaged
 from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run.coordination import Coordination
@@ -34,14 +29,19 @@ from swarm_peer.policy.view import PeerState
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Contribution, Entry, Name, base_of, repeats
 from swarm_peer.protocol.member import Member
+from swarm_peer.runtime.data.launcher import BatchLauncher
+from swarm_peer.runtime.mover import Mover
+from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
+from swarm_peer.runtime.state.states import StageSources
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.runtime.step.giving import Giving
+from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
-from swarm_peer.wire.ledger_codec import decode_ledger
+from swarm_peer.wire.ledger_codec import read_ledger
 
 if TYPE_CHECKING:
     from tube import Tube
@@ -77,7 +77,7 @@ class Invariants:
         self.ends: dict[int, Place] = {}
         self._tokens: dict[SampleId, torch.Tensor] = {}
         self._terms: dict[str, dict[Term, Any]] = {}  # that a process has heard of, by its host
-        self._reference = [StageTrainer(resolved, spec, blank=True, agreed=True) for spec in resolved.specs]
+        self._reference = [StageTrainer(resolved, spec, blank=True) for spec in resolved.specs]
         self._computed: dict[tuple[Any, ...], list[list[torch.Tensor]]] = {}  # see `_gradients`
 
     @contextmanager
@@ -92,7 +92,7 @@ class Invariants:
             (before, Member, "_append", self._appending),
             (after, Giving, "_take", self._taken),
             (after, StageSources, "__init__", self._reads),
-            (before, AgreedReports, "lose", self._lost),
+            (before, RoundReports, "lose", self._lost),
             (around, NamedSnapshots, "keep", self._kept),
             (around, Mover, "_move", self._moved),
             (after, Peer, "_describe", self._described),
@@ -141,9 +141,9 @@ class Invariants:
         return batch
 
     def _computed_one(self, executor: StageExecutor, entered: Any, microbatch: Any, *_: Any) -> None:
-        if executor._agreed is not None and microbatch.id in entered.counted:
-            me = executor._agreed._agreement.core.membership.me
-            member = executor._agreed._agreement.core.members.get(executor._trainer.spec.index)
+        if microbatch.id in entered.counted:
+            me = executor._work._agreement.core.membership.me
+            member = executor._work._agreement.core.members.get(executor._trainer.spec.index)
             number = entered.number if member is None else member.work.decided_in(entered.number)
             place = executor._trainer.spec.index, Name(me, number)
             self.records.computed.setdefault(microbatch.id, set()).add(place)
@@ -175,7 +175,7 @@ class Invariants:
         key = giving._stage, arrived.given.body.contribution.name
         self.records.takers.setdefault(key, set()).add(HOST.get().name)
 
-    def _lost(self, reports: AgreedReports, lost: list[Contribution]) -> None:
+    def _lost(self, reports: RoundReports, lost: list[Contribution]) -> None:
         self.records.told_lost |= {(reports._stage, each.name) for each in lost}
         self.records.samples_lost[HOST.get().name] += sum(each.weight for each in lost)
 
@@ -378,7 +378,7 @@ class Invariants:
         self._check_kept(stage, state, f"{HOST.get()} keeps a snapshot")
         if stage == 0 and state.ledger:
             expected = self.records.ledger(state.history_hash, self.num_slices)
-            if decode_ledger(state.ledger, self.num_slices).to_tuple() != expected.to_tuple():
+            if read_ledger(state.ledger, self.num_slices).to_tuple() != expected.to_tuple():
                 self.tube.violation(f"{HOST.get()} keeps a snapshot with a ledger that is not that of the entries")
 
     def _check_kept(self, stage: int, state: StageState, what: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -15,42 +14,41 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import anyio
-import swarm_peer.runtime.step.barrier as barrier_module
-import swarm_peer.runtime.step.settlement as settlement_module
 import torch
 from schedule import Schedule, numbered
-from swarm_peer.model.delayed_strategy import DelayedStrategy, EagerStrategy
-from swarm_peer.policy.data.sample_ledger import LeaseDecision, SampleLedger
-from swarm_peer.runtime.data.leases import SliceLeases
-from swarm_peer.runtime.state.own_work import OwnWork
-from swarm_peer.runtime.state.recovery import Recovery
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
-from swarm_peer.runtime.step.barrier import Barrier
-from swarm_peer.runtime.step.handover import GradientHandover
-from swarm_peer.runtime.step.settlement import StageGroup
-from swarm_peer.runtime.step.step_loop import StepLoop
 from tube import Outcome, run_schedule
 
 import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module
-import coordinator.run.run_options as options_module
-import coordinator.run.service as service_module
+import swarm_peer.protocol.epochs as epochs_module
 import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.transfer as transfer_module
 import swarm_peer.runtime.step.averaging as averaging_module
-from coordinator.watch.ending import Farewell, end_run_for
-from swarm_peer.errors import CallError, InvalidMessage
-from swarm_peer.model.training import StageTrainer
+from coordinator.checkpoints.writer import CheckpointWriter
+from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.policy.view import PeerState
-from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Cut
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.membership import Membership
+from swarm_peer.protocol.work import Work
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.data.prefetch import SamplePool
 from swarm_peer.runtime.mover import Mover
-from swarm_peer.runtime.peer import Peer
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.stage.admission import RoundAdmission
+from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.state.joining import StateDownloads
+from swarm_peer.runtime.stage.round_work import RoundWork
+from swarm_peer.runtime.state.snapshots import SnapshotKeeper
+from swarm_peer.runtime.state.states import StageSources
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
+from swarm_peer.runtime.step.driver import RoundDriver
+from swarm_peer.runtime.step.named_gradients import NamedGradients
+from swarm_peer.runtime.step.round_reports import RoundReports
+from swarm_peer.runtime.step.workplace import StageWorkplace
 
 Defect = Callable[[], AbstractContextManager[Any]]
 
@@ -83,173 +81,94 @@ def _all(*patches: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
     return stack
 
 
-# --- samples
+async def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# --- samples and gradients
 
 
 @defect
 def losses_not_told() -> Any:
-    """A peer of a later stage empties its accumulator before it brings it, and tells nobody."""
-
-    def contribution(original: Any, loop: Any) -> Any:
-        if loop._stage > 0:
-            loop._trainer.discard_gradients()
-            loop._rounds.current.forget_counted()
-        return original(loop)
-
-    return _wrapped(StepLoop, "_contributions", contribution)
+    """Work that no entry holds is forgotten, and nobody is told."""
+    return patch.object(RoundReports, "lose", lambda reports, lost: lost.clear())
 
 
 @defect
-def own_part_not_told() -> Any:
-    """A peer that stage-mates went on without tells of no samples but those of its present round."""
-    return patch.object(OwnWork, "give_up", lambda own_work, state: None)
+def gone_callers_not_counted() -> Any:
+    """A microbatch whose caller goes while its gradient is added does not count, and the gradient has it."""
+
+    async def add(
+        original: Any, executor: Any, entered: Any, microbatch: Any, passed: Any, behind: Any, caller: str
+    ) -> Any:
+        is_new = microbatch.id not in entered.counted
+        done = await executor._device_thread.run(
+            Priority.BACKWARD,
+            lambda: executor._backward(entered, microbatch, passed, behind),
+            microbatch.num_samples,
+            executor._speed,
+        )
+        return executor._counted(entered, microbatch, behind, done, caller, passed.graph if is_new else None)
+
+    return _wrapped(StageExecutor, "_add", add)
 
 
 @defect
-def other_timelines_not_looked_into() -> Any:
-    """A peer that meets another timeline does not ask which one the run goes on with."""
-    return patch.object(RoundAdmission, "saw_other_timeline", lambda admission: None)
+def accumulator_not_emptied() -> Any:
+    """A round begins with whatever the accumulator holds."""
+    return patch.object(StageWorkplace, "discard", _nothing)
 
 
 @defect
-def failure_counted() -> Any:
-    """The launcher counts a microbatch that has failed, and launches it again."""
-
-    async def launch_again(original: Any, launcher: Any, batch: Any, present: Any, error: CallError) -> None:
-        launcher._count(present.number, batch.samples)
-        await original(launcher, batch, present, error)
-
-    return _wrapped(MicrobatchLauncher, "_launch_again", launch_again)
+def round_does_not_wait() -> Any:
+    """A round ends with microbatches inside."""
+    return patch.object(RoundAdmission, "drained", _nothing)
 
 
 @defect
-def failure_launched_twice() -> Any:
-    """The launcher launches a microbatch that has failed twice: as it was, and as a new one of the same samples."""
+def heads_not_compared() -> Any:
+    """Microbatches of any heads are added."""
 
-    async def launch_again(original: Any, launcher: Any, batch: Any, present: Any, error: CallError) -> None:
-        launcher._waiting.append(replace(batch, claimed=None, id=b""))
-        await original(launcher, batch, present, error)
+    def admits(original: Any, work: Any, number: int, base: Any) -> bool:
+        present = work.open.get(number)
+        if present is None:
+            return False
+        present.computed.base = present.computed.base or base
+        return True
 
-    return _wrapped(MicrobatchLauncher, "_launch_again", launch_again)
-
-
-@defect
-def name_forgotten_at_retry() -> Any:
-    """A microbatch gets a new id at each launch, so that peers which have counted it do not recognise it."""
-
-    def claim(original: Any, launcher: Any, batch: Any, present: Any) -> None:
-        original(launcher, batch, present)
-        batch.id = launcher._context.random.token(16)
-
-    return _wrapped(MicrobatchLauncher, "_claim", claim)
-
-
-@defect
-def lease_granted_to_all() -> Any:
-    """A stage-0 peer grants a slice although another peer that is alive leases it."""
-
-    def grant(original: Any, ledger: Any, slice_id: Any, peer: str, live_peers: Any) -> LeaseDecision:
-        granted: LeaseDecision = original(ledger, slice_id, peer, {peer})
-        return granted
-
-    return _wrapped(SampleLedger, "grant", grant)
-
-
-@defect
-def ledger_forgets_a_count() -> Any:
-    """At the end of a round, the samples that this peer itself has counted do not get into its ledger."""
-
-    def credible(original: Any, leases: Any, author: Any, ranges: Any, **options: Any) -> Any:
-        return () if author == leases._progress.author else original(leases, author, ranges, **options)
-
-    return _wrapped(SliceLeases, "_credible", credible)
-
-
-@defect
-def samples_survive_rewind() -> Any:
-    """Samples that were drawn before a rewind are trained on after it: the generation of the leases stays."""
-
-    def begin(original: Any, leases: Any, *args: Any) -> None:
-        generation = leases.generation
-        original(leases, *args)
-        leases.generation = generation
-
-    return _wrapped(SliceLeases, "begin", begin)
+    return _all(_wrapped(Work, "admits", admits), patch.object(RoundWork, "admit", lambda *_: None))
 
 
 @defect
 def repeated_microbatch_counted() -> Any:
     """A microbatch that a peer has counted, and whose reply was lost, is computed and counted again."""
 
-    def backward(original: Any, *args: Any, **options: Any) -> Any:
-        return original(*args, **options | {"counts": True})
+    def counted(original: Any, executor: Any, entered: Any, microbatch_id: bytes) -> Any:
+        entered.counted.pop(microbatch_id, None)
 
-    return _all(
-        patch.object(StageExecutor, "counted_reply", lambda executor, entered, microbatch_id: None),
-        _wrapped(StageTrainer, "backward", backward),
-    )
-
-
-# --- rounds
+    return _wrapped(StageExecutor, "counted_reply", counted)
 
 
 @defect
-def past_round_admits() -> Any:
-    """A peer takes in microbatches of a round that it has closed, as if they were of the present one."""
+def guests_left_out() -> Any:
+    """What others have given a member is in the cut, and not in what it brings."""
 
-    async def reach(original: Any, admission: Any, round_number: int) -> Any:
-        present = admission._rounds.current
-        return present if round_number < present.number else await original(admission, round_number)
+    def mean(original: Any, held: Any, names: Any, like: Any) -> Any:
+        own = [name for name in names if held._held[name][1]][:1]
+        means, _ = original(held, own, like)
+        return means, sum(held._held[name][1] for name in names)
 
-    return _wrapped(RoundAdmission, "reach", reach)
-
-
-@defect
-def weights_not_compared() -> Any:
-    """A microbatch goes on though the weights have changed under it: neither pass looks at their version."""
-
-    def forward(original: Any, executor: Any, entered: Any, *args: Any) -> Any:
-        version = executor._trainer.weights_version
-        stale = SimpleNamespace(step=SimpleNamespace(weights_version=version), number=entered.number)
-        return original(executor, stale, *args)
-
-    def backward(original: Any, trainer: Any, forward_pass: Any, *args: Any, **options: Any) -> Any:
-        forward_pass._weights_version = trainer.weights_version
-        return original(trainer, forward_pass, *args, **options)
-
-    return _all(_wrapped(StageExecutor, "_forward", forward), _wrapped(StageTrainer, "backward", backward))
+    return _wrapped(NamedGradients, "mean", mean)
 
 
 @defect
-def barrier_does_not_wait() -> Any:
-    """A peer ends the round while microbatches are inside: those counted after that are not in its gradient."""
+def shares_not_weighed() -> Any:
+    """The averages are means over peers, and not over samples."""
 
-    async def drained(admission: Any) -> None:
-        return None
+    def make(shares: Any, **options: Any) -> AllReduce:
+        return AllReduce(shares=dict.fromkeys(shares, 1), **options)
 
-    return patch.object(RoundAdmission, "drained", drained)
-
-
-@defect
-def history_not_compared() -> Any:
-    """At the barrier, a peer takes all stage-mates to hold its own weights."""
-
-    async def gather(original: Any, barrier: Any, ending: Any, attempt: int) -> Any:
-        members = await original(barrier, ending, attempt)
-        own = {"history_hash": ending.step.history_hash, "weights_digest": ending.weights_digest}
-        return {peer: reply.model_copy(update=own) for peer, reply in members.items()}
-
-    return _wrapped(Barrier, "gather", gather)
-
-
-@defect
-def vote_skipped() -> Any:
-    """Each peer commits its own result at once, without asking how the others voted."""
-
-    async def gather_votes(group: Any, ending: Any, attempt: int, peers: set[str]) -> Any:
-        return {group._me: ending.vote}
-
-    return patch.object(StageGroup, "_gather_votes", gather_votes)
+    return patch.object(averaging_module, "AllReduce", make)
 
 
 @defect
@@ -263,117 +182,111 @@ def partial_average_applied() -> Any:
     return _wrapped(_ExactAllReduce, "__init__", init)
 
 
-@defect
-def shares_not_weighed() -> Any:
-    """The averages are means over peers, and not over samples."""
-
-    def make(*, shares: Any, **options: Any) -> AllReduce:
-        return AllReduce(shares=dict.fromkeys(shares, 1), **options)
-
-    return patch.object(averaging_module, "AllReduce", make)
+# --- slices
 
 
 @defect
-def accumulator_not_emptied() -> Any:
-    """A peer's gradients of a round are still in its accumulator in the next one."""
+def ends_told_early() -> Any:
+    """The end of a slice is told while windows of it are in flight."""
 
-    async def commit(original: Any, loop: Any, settlement: Any) -> None:
-        kept = loop._trainer.gradient_sums()
-        await original(loop, settlement)
-        loop._trainer.add_gradients(*kept)
+    def ends(slices: Any) -> Any:
+        slices._note_ends()
+        return tuple(each.end for each in slices._held.values() if each.end is not None)
 
-    return _wrapped(StepLoop, "_commit", commit)
-
-
-@defect
-def old_gradients_join() -> Any:
-    """A peer that takes over a stage-mate's state keeps the gradients that it has accumulated."""
-
-    async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
-        kept = loop._trainer.gradient_sums()
-        await original(loop, state, **options)
-        loop._trainer.add_gradients(*kept)
-
-    return _wrapped(StepLoop, "_take_over", take_over)
+    return patch.object(GrantedSlices, "_ends", ends)
 
 
 @defect
-def gradient_handed_over_twice() -> Any:
-    """The receiver of a leaving peer's gradient does not recognise a repeated commit, and adds the gradient again."""
+def slice_ends_early() -> Any:
+    """A peer that has come to the end of a slice tells of an end that is some windows before it."""
 
-    def init(original: Any, handover: Any, **parts: Any) -> None:
-        original(handover, **parts)
-        handover._committed = deque(maxlen=0)
+    def take_ends(original: Any, pool: Any) -> Any:
+        return [end._replace(start=end.end // 2, end=end.end // 2) for end in original(pool)]
 
-    async def commit_once(original: Any, handover: Any, caller: str, call: Any) -> None:
-        transfers = handover._rounds.current.transfers
-        transfer = transfers.get(caller)
-        await original(handover, caller, call)
-        transfers[caller] = transfer
-
-    return _all(_wrapped(GradientHandover, "__init__", init), _wrapped(GradientHandover, "_commit_once", commit_once))
+    return _wrapped(SamplePool, "take_ends", take_ends)
 
 
 @defect
-def gradient_in_doubt_offered_again() -> Any:
-    """A leaving peer offers its gradient to others though the first receiver may have added it."""
+def samples_survive_going_back() -> Any:
+    """Samples that were drawn before the run went back are launched after it."""
 
-    async def commit(original: Any, handover: Any, *args: Any) -> None:
+    def begin(original: Any, slices: Any, restart: Any) -> None:
+        generation = slices.generation
+        original(slices, restart)
+        slices.generation = generation
+
+    return _wrapped(GrantedSlices, "_begin", begin)
+
+
+@defect
+def void_samples_counted() -> Any:
+    """A microbatch that came too late is dropped, as if it had counted."""
+
+    def take_back(original: Any, slices: Any, present: Any, samples: Any, **about: Any) -> bool:
+        original(slices, present, samples, **about)
+        return True
+
+    return _wrapped(GrantedSlices, "counted", take_back)
+
+
+@defect
+def stale_microbatch_dropped() -> Any:
+    """A microbatch whose round has closed is dropped, as if others read its samples."""
+
+    async def compute(original: Any, launcher: Any, batch: Any, entered: Any) -> None:
         try:
-            await original(handover, *args)
-        except Exception as error:
-            raise error if isinstance(error, CallError) else CallError(str(error)) from error
+            await original(launcher, batch, entered)
+        except RoundClosed:
+            """It counts as done."""
 
-    return _wrapped(GradientHandover, "_commit", commit)
+    return _wrapped(BatchLauncher, "_compute", compute)
 
 
-# --- states
+# --- weights
 
 
 @defect
-def serves_before_it_has_weights() -> Any:
-    """A peer announces that it serves, and gets its state after that."""
+def update_not_applied() -> Any:
+    """A seat that takes an update over notes it, and keeps its weights."""
 
-    async def join(original: Any, peer: Any, replica: Any) -> Any:
-        peer._lifecycle.enter(PeerState.SERVING)
-        await peer._directory.announce()
-        return await original(peer, replica)
+    async def apply(original: Any, driver: Any) -> None:
+        entry = driver._due(driver.member).entry
+        if driver.member.me in entry.cut.seats:
+            await original(driver)
+        else:
+            with patch.object(driver._workplace, "apply", _nothing):
+                await original(driver)
 
-    return _wrapped(Peer, "_join", join)
+    return _wrapped(RoundDriver, "_apply", apply)
 
 
 @defect
 def momentum_not_loaded() -> Any:
     """A peer that takes over a state begins with an optimizer's state of zeros."""
 
-    async def take_over(original: Any, loop: Any, state: Any, **options: Any) -> None:
-        weights = set(loop._trainer.trained)
+    async def load(original: Any, sources: Any, state: Any, *about: Any) -> None:
+        weights = set(sources._trainer.trained)
         tensors = {
             name: tensor if name in weights else torch.zeros_like(tensor) for name, tensor in state.tensors.items()
         }
-        await original(loop, replace(state, tensors=tensors), **options)
+        await original(sources, replace(state, tensors=tensors), *about)
 
-    return _wrapped(StepLoop, "_take_over", take_over)
+    return _wrapped(StageSources, "_load", load)
 
 
 @defect
-def update_not_applied() -> Any:
-    """A newcomer enters the updates that it missed into its history, and does not apply them."""
-
-    async def update_after(original: Any, downloads: Any, *args: Any) -> Any:
-        update = await original(downloads, *args)
-        return replace(update, tensors={name: torch.zeros_like(value) for name, value in update.tensors.items()})
-
-    return _wrapped(StateDownloads, "update_after", update_after)
+def older_state_loaded() -> Any:
+    """A state that was asked for before a peer got its place is loaded while it computes with other weights."""
+    return patch.object(StageSources, "_check_turn", lambda sources, turn: None)
 
 
 @defect
 def chunk_not_checked() -> Any:
     """A downloaded chunk is taken without a look at its hash."""
 
-    async def fetch_chunk(_: Any, transport: Any, donor: str, call: Any, chunk: Any, tensor_name: str) -> memoryview:
-        reply = await transport.call(donor, call, timeout_s=transfer_module.CALL_TIMEOUT_S)
-        if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
+    async def fetch_chunk(original: Any, transport: Any, donor: Any, call: Any, chunk: Any, name: str) -> memoryview:
+        reply = await donor.call(transport, call)
+        if len(reply.tensors) != 1 or len(reply.tensors[0]) != chunk.size:
             raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
         data: memoryview = reply.tensors[0]
         return data
@@ -382,13 +295,45 @@ def chunk_not_checked() -> Any:
 
 
 @defect
-def snapshot_of_another_step() -> Any:
-    """A snapshot is kept under the number of the round after its own."""
+def ledger_not_copied() -> Any:
+    """The ledger that is kept with an entry goes on with later ones."""
 
-    async def store_snapshot(original: Any, store: Any, stage: int, state: Any) -> None:
-        await original(store, stage, replace(state, round_number=state.round_number + 1))
+    def note(driver: Any, member: Any) -> None:
+        if member.ledger is not None and member.state:
+            driver._ledgers.setdefault(member.state, member.ledger)
 
-    return _wrapped(SnapshotStore, "store_snapshot", store_snapshot)
+    return patch.object(RoundDriver, "_note_ledger", note)
+
+
+@defect
+def lost_state_is_waited_for() -> Any:
+    """A seat that is alone without the state of its stage waits for somebody who gives it."""
+    return patch.object(RoundDriver, "_note_lack", lambda driver, error: None)
+
+
+# --- snapshots and checkpoints
+
+
+@defect
+def no_snapshots() -> Any:
+    """No peer keeps a snapshot."""
+    return patch.object(SnapshotKeeper, "take", lambda keeper, state, root: None)
+
+
+@defect
+def next_stage_not_guarded() -> Any:
+    """No peer copies snapshots of the next stage."""
+    return patch.object(SnapshotKeeper, "_run_guarding", _nothing)
+
+
+@defect
+def no_checkpoint_saved() -> Any:
+    """The coordinator saves no checkpoint."""
+
+    async def save(original: Any, writer: Any, transport: Any, optimizer_step: int) -> None:
+        """Forget that it is due."""
+
+    return _wrapped(CheckpointWriter, "_save", save)
 
 
 @defect
@@ -399,7 +344,7 @@ def half_checkpoint_good() -> Any:
         path = f"{folder}/{folder_module.CONTENTS}"
         try:
             contents = folder_module.Contents.model_validate_json(files.read(path, folder_module.MAX_JSON_BYTES))
-        except OSError:  # there is none, or the disk fails just now
+        except (ValueError, OSError):  # there is none, or the disk fails just now
             return original(files, folder, *args)
         with patch.object(files, "describe", lambda path: contents.files[path.rpartition("/")[2]]):
             return original(files, folder, *args)
@@ -407,7 +352,88 @@ def half_checkpoint_good() -> Any:
     return _wrapped(store_module, "open_checkpoint", open_unchecked)
 
 
-# --- the swarm
+# --- agreement
+
+
+@defect
+def silent_seats_stay() -> Any:
+    """No voter finds anybody silent."""
+    return patch.object(Membership, "_silent", lambda membership: frozenset())
+
+
+@defect
+def key_never_decides() -> Any:
+    """Whoever has the run key makes no epoch where most voters are gone."""
+    return patch.object(Membership, "_look_whether_the_key_decides", lambda membership: None)
+
+
+@defect
+def leases_never_lapse() -> Any:
+    """A leader goes on though it hears of no voter."""
+    return patch.object(Membership, "has_lease", lambda membership, now_s: True)
+
+
+@defect
+def statements_not_heard() -> Any:
+    """A new leader does not commit what its members have signed for the round that its predecessor had cut."""
+    return patch.object(Leader, "_signed_already", lambda leader: [])
+
+
+@defect
+def younger_life_is_ignored() -> Any:
+    """The places of an earlier life of a peer stay when it has come back."""
+
+    def seats(original: Any, epoch: Any, wishes: Any, joins: Any, silent: Any) -> Any:
+        return original(epoch, wishes, (), silent)
+
+    return _wrapped(epochs_module, "_without_the_gone", seats)
+
+
+@defect
+def cut_may_repeat() -> Any:
+    """Members agree to cuts that hold samples which have counted before, and leaders make them."""
+    return _all(
+        patch.object(Cut, "is_repeating", lambda cut, ledger: False),
+        patch("swarm_peer.protocol.leader.repeats", lambda samples, ledger: False),
+        patch("swarm_peer.protocol.log.repeats", lambda samples, ledger: False),
+    )
+
+
+@defect
+def lost_entries_not_noticed() -> Any:
+    """A stage goes on though another one has computed from entries that it lacks."""
+    return patch.object(Member, "look_whether_lost", lambda member, evidence: False)
+
+
+@defect
+def voids_ignored() -> Any:
+    """What was computed from other heads stays in the accumulator."""
+    return patch.object(Member, "voiding", property(lambda member: None))
+
+
+@defect
+def leavers_keep_their_place() -> Any:
+    """Who leaves does not say so: the others wait until it is silent."""
+    return patch.object(Replica, "_give_up_place", _nothing)
+
+
+@defect
+def no_handover() -> Any:
+    """Who leaves gives its work to nobody."""
+
+    async def give(original: Any, replica: Any) -> None:
+        replica.parts.reports.lose(await replica.parts.driver.leave())
+
+    return _wrapped(Replica, "_give_work", give)
+
+
+@defect
+def roster_is_backwards() -> Any:
+    """The youngest seat of a stage leads it, so that each newcomer takes the lead."""
+    return patch.object(Epoch, "leader", lambda epoch, stage: next(reversed(epoch.roster(stage)), None))
+
+
+# --- moves
 
 
 @defect
@@ -429,22 +455,6 @@ def older_term_obeyed() -> Any:
 
 
 @defect
-def alone_goes_on() -> Any:
-    """Who has gone on alone leaves out stage-mates that are more and behind, however fast they come."""
-    return patch.object(barrier_module._Patience, "lasts", lambda patience, behind, num_ready: False)
-
-
-@defect
-def takeover_unasked() -> Any:
-    """A peer takes a stage over without asking whether others still see peers in it."""
-
-    async def check_loss(recovery: Any, timeline: Any) -> None:
-        return None
-
-    return patch.object(Recovery, "_check_loss", check_loss)
-
-
-@defect
 def last_peer_moves() -> Any:
     """A peer moves though nobody else serves its stage: neither the order nor the move is checked."""
 
@@ -462,151 +472,6 @@ def last_peer_moves() -> Any:
         return await original(view=crowded, **options)
 
     return _all(patch.object(Mover, "_may_leave", may_leave), _wrapped(mover_module, "wait_for_assignment", wait))
-
-
-# --- delayed updates: with `--mode delayed`
-
-
-@defect
-def held_back_gradient_lost_at_handover() -> Any:
-    """The receiver of a leaving peer's gradients takes in those of the present round alone."""
-
-    def take_in(original: Any, strategy: Any, given: Any) -> None:
-        (sums, num_samples), (waiting, _) = given
-        original(strategy, [(sums, num_samples), (waiting, 0)])
-
-    return _wrapped(DelayedStrategy, "take_in", take_in)
-
-
-@defect
-def average_missing_in_snapshot() -> Any:
-    """A snapshot is taken without the average that ends its round."""
-    return patch.object(DelayedStrategy, "expect", lambda strategy, averages: None)
-
-
-@defect
-def other_gradients_tried_again() -> Any:
-    """Where an average ahead has failed, stage-mates average other gradients than those that it was of."""
-
-    async def average(original: Any, group: Any, ending: Any, gradients: Any, attempt: int, members: Any) -> Any:
-        if attempt and group.ahead._newest is not None:
-            gradients = [2 * gradient for gradient in gradients]
-        return await original(group, ending, gradients, attempt, members)
-
-    return _wrapped(StageGroup, "_average", average)
-
-
-@defect
-def failed_average_ahead_taken() -> Any:
-    """Those for whom an average ahead has gone well take it, whatever became of it at the others."""
-
-    def agree(original: Any, me: str, votes: Any, *, may_retry: bool) -> Any:
-        return original(me, votes, may_retry=may_retry and votes[me].checksum is None)
-
-    return _wrapped(settlement_module, "agree", agree)
-
-
-@defect
-def held_back_gradient_survives_a_state() -> Any:
-    """A peer that takes over a state keeps the gradient that it held back, which is of other weights."""
-
-    def load_state(original: Any, strategy: Any, entries: Any, **options: Any) -> int:
-        waiting = strategy._waiting
-        lost = original(strategy, entries, **options)
-        strategy._waiting = waiting
-        return int(lost)
-
-    return _wrapped(DelayedStrategy, "load_state", load_state)
-
-
-# --- periodic averaging: with `--mode periodic`
-
-
-@defect
-def brought_not_heard() -> Any:
-    """Stage-mates do not note which samples the others bring to the average of a period."""
-    return patch.object(SampleLedger, "note", lambda ledger, ranges: set())
-
-
-# --- eager updates: with `--mode eager`
-
-
-@defect
-def own_update_stays() -> Any:
-    """The average updates the weights that the replica's own gradient has updated already."""
-
-    def end_round(original: Any, strategy: Any, averages: Any) -> Any:
-        strategy._settled = None
-        return original(strategy, averages)
-
-    return _wrapped(EagerStrategy, "end_round", end_round)
-
-
-@defect
-def own_update_in_state() -> Any:
-    """A state holds the weights that the replica computes with."""
-    return patch.object(EagerStrategy, "weights", DelayedStrategy.weights)
-
-
-@defect
-def slice_ends_early() -> Any:
-    """A peer that has come to the end of a slice tells of an end that is some windows before it."""
-
-    def take_ends(original: Any, pool: Any) -> Any:
-        return [end._replace(start=end.end // 2, end=end.end // 2) for end in original(pool)]
-
-    return _wrapped(SamplePool, "take_ends", take_ends)
-
-
-# --- peers
-
-
-@defect
-def no_snapshots() -> Any:
-    """No peer keeps a snapshot."""
-
-    async def store(store: Any, stage: int, state: Any) -> None:
-        return None
-
-    return patch.object(SnapshotStore, "store_snapshot", store)
-
-
-@defect
-def newcomer_hangs() -> Any:
-    """A peer that joins stage-mates once the run is under way waits for ever."""
-
-    async def join(original: Any, peer: Any, replica: Any) -> Any:
-        if replica.stage_mates() and peer._context.clock.monotonic_s() > 20:
-            await anyio.sleep_forever()
-        return await original(peer, replica)
-
-    return _wrapped(Peer, "_join", join)
-
-
-# --- the run's end
-
-
-@defect
-def killed_saver_refused() -> Any:
-    """A coordinator that was killed as it had saved the model is refused when it is started again."""
-    return _all(
-        patch.object(options_module, "last_step", lambda folder: 0),
-        patch.object(options_module, "has_ended", lambda folder: False),
-    )
-
-
-@defect
-def end_told_once() -> Any:
-    """A coordinator tells the end of the run once, and leaves a short time after it."""
-
-    async def see_off(
-        dht: Any, directory: Any, manifest: Any, run_key: Any, reason: str, begun_s: int, **options: Any
-    ) -> Farewell:
-        is_told = await end_run_for(dht, run_key, begun_s, reason)
-        await anyio.sleep(15.0)
-        return Farewell(is_told, 0)
-
-    return patch.object(service_module, "see_off", see_off)
 
 
 # --- the command

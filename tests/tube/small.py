@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 from loop import HOST
 
-from swarm_peer.runtime import agreed_mover
-from swarm_peer.runtime.data import batch_launcher
+from swarm_peer.runtime import mover
+from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.state import index, named_snapshots, state_server, transfer
 from swarm_peer.runtime.step import all_reduce, driver, giving
 
@@ -51,10 +51,10 @@ def pieces_of(seed: str) -> Iterator[None]:
         if is_small(seed):
             stack.enter_context(patch.object(giving, "CHUNK_BYTES", GIVEN_BYTES))
             stack.enter_context(patch.object(all_reduce, "MAX_PART_VALUES", PART_VALUES))
-            stack.enter_context(patch.object(agreed_mover, "has_room_beside", has_room))
+            stack.enter_context(patch.object(mover, "has_room_beside", has_room))
             for module in (index, named_snapshots, transfer):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
-            stack.enter_context(patch.object(batch_launcher, "MAX_LAUNCHES", LAUNCHES))
+            stack.enter_context(patch.object(launcher, "MAX_LAUNCHES", LAUNCHES))
             stack.enter_context(patch.object(driver, "KEPT_UPDATES", UPDATES_KEPT))
             stack.enter_context(patch.object(driver, "SMALL_BYTES", 0))
             stack.enter_context(patch.object(state_server, "LEASE_S", LEASE_S))
