@@ -9,10 +9,10 @@ from hosts import Host
 from invariants import Invariants, members_of
 from records import Place
 from small import is_small
-from swarm_peer.policy.recovery import SNAPSHOTS_KEPT
 
 from coordinator.checkpoints.store import CheckpointStore
 from swarm_peer.errors import UserError
+from swarm_peer.model.costs import SNAPSHOTS_KEPT
 from swarm_peer.protocol.epochs import KEPT_EPOCHS
 from swarm_peer.protocol.log import KEPT_ENTRIES
 from swarm_peer.protocol.member import Member
