@@ -219,6 +219,7 @@ class Rig:
                 donors=lambda: [rig.peer.identity.peer_id for rig in self._mates()],
                 newest_log=self.newest_log,
                 ask_for_log=lambda: peer.agreement.ask_for_log(stage),
+                fears_lies=lambda: peer.core.epoch.is_divided,
             ),
             snapshots=taker,
             num_slices=len(LENGTHS) if stage == 0 else None,

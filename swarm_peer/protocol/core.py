@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.protocol.epochs import Certified, Epoch
+from swarm_peer.protocol.epochs import MIN_TICKETS, Certified, Epoch
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log, Most
 from swarm_peer.protocol.member import Member
@@ -101,15 +101,18 @@ class RoundRules:
     def believed(self, counts: Sequence[Done], epoch_of: EpochOf) -> dict[Seat, int]:
         """The samples of each author's count of a round for which seats of stage 1 have signed.
 
-        Those of a ticket's own seats are believed as far as its part of stage 1 goes, for all of its counts together.
+        Where stage 1 has seats of three tickets, those of a ticket's own seats are believed as far as its part of that
+        stage goes, for all of its counts together. Of two, one may be much slower, and no majority says which one lies.
         """
         found, own, most = dict[Seat, int](), dict[Seat, int](), defaultdict[str, int](int)
         votes = {done.author: self._vote_of(done, epoch_of) for done in counts}
         for done in counts:
-            others, within, most_within = self._acknowledged(done, epoch_of)
+            others, within = self._acknowledged(done, epoch_of)
             found[done.author] = min(others, done.samples)
             own[done.author] = min(within, done.samples - found[done.author])
-            most[votes[done.author]] = max(most[votes[done.author]], most_within)
+            if (epoch := epoch_of(done.epoch)) is not None:
+                vote, most_within = votes[done.author], self.most_within_ticket(done.author, epoch)
+                most[vote] = max(most[vote], most_within)
         for author, samples in own.items():
             counted = min(samples, most[votes[author]])
             most[votes[author]] -= counted
@@ -120,25 +123,28 @@ class RoundRules:
         epoch = epoch_of(done.epoch)
         return epoch.vote_of(done.author) if epoch is not None else done.author.ticket
 
-    def _acknowledged(self, done: Done, epoch_of: EpochOf) -> tuple[int, int, int]:
-        """The samples that seats of other tickets have signed for, those of its own, and how many of these count."""
-        if self.num_stages == 1:
-            return done.samples, 0, 0
-        others, own, most = dict[Seat, int](), dict[Seat, int](), 0
+    def _acknowledged(self, done: Done, epoch_of: EpochOf) -> tuple[int, int]:
+        """The samples that seats of other tickets have signed for, and those of its own.
+
+        The epoch of the count says whose a seat is: it is told anew in each, and a receipt may be of an earlier one.
+        """
+        told = epoch_of(done.epoch)
+        if self.num_stages == 1 or told is None:
+            return done.samples if told is not None else 0, 0
+        others, own = dict[Seat, int](), dict[Seat, int]()
         for signed in done.receipts:
             receipt, epoch = signed.body, epoch_of(signed.body.epoch)
             if (receipt.caller, receipt.round, receipt.base) != (done.author, done.round, done.base) or epoch is None:
                 continue
             if receipt.author in epoch.roster(1):
-                is_own = epoch.is_divided and epoch.vote_of(receipt.author) == epoch.vote_of(done.author)
+                is_own = told.is_divided and told.vote_of(receipt.author) == told.vote_of(done.author)
                 (own if is_own else others)[receipt.author] = receipt.samples
-                most = max(most, self.most_within_ticket(done.author, epoch))
-        return sum(others.values()), sum(own.values()), most
+        return sum(others.values()), sum(own.values())
 
     def most_within_ticket(self, seat: Seat, epoch: Epoch) -> int:
         """How many samples of a round a seat of stage 0 can count that seats of its own ticket have computed."""
         roster = epoch.roster(1)
-        if not epoch.is_divided or not roster:
+        if not epoch.is_divided or len({each.ticket for each in roster}) < MIN_TICKETS:
             return self.batch
         return math.ceil(self.batch * sum(each.ticket == seat.ticket for each in roster) / len(roster))
 
@@ -453,7 +459,8 @@ class Core:
         if is_new or resends:
             members = self.epoch.roster(stage)
             others = [seat for seat in members if seat != self.membership.me]
-            sent += [(seat.peer, self._message(body)) for body in said for seat in others]
+            told = [(seat, body) for body in said for seat in others if is_new or leader.is_awaited(seat, body)]
+            sent += [(seat.peer, self._message(body)) for seat, body in told]
             for body in said if stage == 0 else ():
                 if isinstance(body, Close):
                     leaders = [seat for seat in self._stage_leaders() if seat not in members]

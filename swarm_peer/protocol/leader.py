@@ -14,6 +14,7 @@ from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
     Base,
     Blamed,
+    Close,
     Committed,
     Contribution,
     Cut,
@@ -45,8 +46,9 @@ from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
-# A seat that lacks fewer entries than so many is waited for.
-NEAR = 3
+# Seats that lack much are waited for in one of so many rounds: where rounds are quicker than what they lack can travel,
+# they would never come near.
+FAR_WAITED_EVERY = 8
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
 
@@ -183,7 +185,7 @@ class Leader:
         if not self.is_synced:
             return None
         self.round.far.pop(sender, None)
-        if status.state not in list(self._member.log.heads().values())[-NEAR:]:
+        if not self._member.log.is_near(status.state):
             self.round.far[sender] = now_s
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
@@ -233,6 +235,15 @@ class Leader:
         log = self._member.log
         told = log.since(min(since, log.next_round - 1))
         return Entries(log.stage, self.reign, told, self.evidence)
+
+    def is_awaited(self, seat: Seat, body: Body) -> bool:
+        """Whether a member has yet to show that it has heard something."""
+        present = self.round
+        if isinstance(body, Close):
+            return body.round != present.number or seat not in present.ready
+        if isinstance(body, Cutting) and present.attempt is not None:
+            return not {seat} & (present.attempt.said.keys() | present.attempt.blamed.keys())
+        return True
 
     def asks_for_heads(self, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose members are asked for their head."""
@@ -352,6 +363,7 @@ class Leader:
         present.ready = {seat: ready for seat, ready in present.ready.items() if seat in roster}
         # A seat that lacks much takes a state, which the next entry has to name first.
         far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
+        far = far if present.number % FAR_WAITED_EVERY else set()
         missing = self._patience.waited_for(roster) - set(present.ready) - far
         if present.ready and (not missing or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing

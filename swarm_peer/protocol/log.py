@@ -286,6 +286,8 @@ EpochOf = Callable[[EpochId], Epoch | None]
 
 # Entries that a log keeps. A member that lacks more takes a state.
 KEPT_ENTRIES = 16
+# A seat that lacks fewer entries than so many is waited for.
+NEAR = 3
 
 
 def base_of(stage: int, restart: Restart) -> str:
@@ -355,6 +357,10 @@ class Log:
         if index == 0:
             return self._before_first
         return self._committed[index - 1].entry.hash if 0 < index <= len(self._committed) else None
+
+    def is_near(self, state: str) -> bool:
+        """Whether weights that embody an entry lack so few others that its seat is waited for."""
+        return state in list(self.heads().values())[-NEAR:]
 
     def heads(self) -> dict[int, str]:
         """The heads that it knows, by the round that began with them."""

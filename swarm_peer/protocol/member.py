@@ -443,7 +443,7 @@ class Member:
         answer = present.answer if present is not None else Answer()
         said: list[Body] = [Said(self.stage, answer.said)] if answer.said is not None else []
         if self.reign is None or self.is_behind:
-            self._lagged_in = self.log.next_round
+            self._lagged_in = self._lagged_in if self.log.is_near(self.state) else self.log.next_round
             return [self.status(), *said]
         said += [self.status()] if self._lagged_in == self.log.next_round else []
         said += [Blame(self.stage, answer.failed)] if answer.failed is not None else []

@@ -162,9 +162,7 @@ class Assembly:
             transport=transport,
             trainer=self.trainer,
             core=core,
-            mates=StageMates(
-                donors=self._donors, newest_log=self._newest_log, ask_for_log=partial(agreement.ask_for_log, stage)
-            ),
+            mates=self._make_mates(),
             num_slices=self.data.reader.num_slices() if self.data is not None else None,
             snapshots=taker,
         )
@@ -214,6 +212,15 @@ class Assembly:
         """The ids of the stage-mates."""
         core = self.peer.agreement.core
         return [seat.peer for seat in core.epoch.roster(self._stage) if seat != core.membership.me]
+
+    def _make_mates(self) -> StageMates:
+        agreement = self.peer.agreement
+        return StageMates(
+            donors=self._donors,
+            newest_log=self._newest_log,
+            ask_for_log=partial(agreement.ask_for_log, self._stage),
+            fears_lies=lambda: agreement.core.epoch.is_divided,
+        )
 
     def _make_keeper(self) -> tuple[SnapshotTaker, SnapshotKeeper]:
         context, agreement, snapshots = self.peer.context, self.peer.agreement, self.peer.snapshots

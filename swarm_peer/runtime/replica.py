@@ -20,6 +20,7 @@ from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, worst
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
+from swarm_peer.protocol.log import Contribution
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
@@ -42,6 +43,8 @@ LAST_REPLIES_S = 3.0
 LAST_REPLIES_SHARE = 0.15  # of `--grace-s`, if that is shorter
 # A leaving replica waits for so long until an epoch without it was chosen. Others put it out without its help, later.
 PLACE_S = 5.0
+# For so long it waits to hear of the entry that may hold what nobody has taken.
+COMMITTED_S = 2.0
 
 
 class Replica:
@@ -125,7 +128,8 @@ class Replica:
             peer,
             stage=self.stage,
             incarnation=self._peer.agreement.core.membership.me.life,
-            round_number=step.round_number,
+            # The round that began with these weights: where updates are delayed, a later one goes on with them.
+            round_number=step.round_number - step.lag,
             optimizer_step=step.optimizer_step,
             samples_per_s=self.parts.core.speed.samples_per_s,
             queue=admission.admitted + admission.held,
@@ -214,14 +218,26 @@ class Replica:
         parts.core.rounds.enter(Phase.LEFT)
 
     async def _give_work(self) -> None:
-        if self._member is None or self._peer.context.metrics.run_is_over:
+        member = self._member
+        if member is None or self._peer.context.metrics.run_is_over:
             return
         held = await self.parts.driver.leave()
         if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
             samples = sum(num_windows(each.samples) for each in held)
             log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(held), samples)
-        else:
-            self.parts.reports.lose(held)
+        elif held:
+            self.parts.reports.lose(await self._unheld(held, member))
+
+    async def _unheld(self, given: list[Contribution], member: Member) -> list[Contribution]:
+        """Those of some contributions that nobody has taken which no entry holds, as far as is heard in time.
+
+        Stage-mates refuse what they have averaged already, together with this seat.
+        """
+        newest = max(each.name.round for each in given)
+        with anyio.move_on_after(COMMITTED_S):
+            await self._peer.context.changed.wait_for(lambda: member.log.next_round > newest)
+        held = {each for committed in member.log.committed for each in committed.entry.cut.brings}
+        return [each for each in given if each not in held]
 
     async def _give_up_place(self) -> None:
         membership = self._peer.agreement.core.membership

@@ -83,9 +83,9 @@ def decides_after(key, *seats, until_s=200):
 
 def test_whoever_starts_again_need_not_wait_for_the_vote_of_its_own_earlier_life():
     again = C._replace(life=2)
-    key = membership(again, (COORDINATORS, C), (0, A), has_key=True)
+    key = membership(again, *PLACES, has_key=True)
     assert decides_after(key, A) <= Timing().silent_s + Timing().alive_s
-    assert {tuple(place) for place in key.epoch.places} == {(COORDINATORS, again), (0, A)}
+    assert (COORDINATORS, again) in {tuple(place) for place in key.epoch.places}
 
 
 def test_it_waits_for_others_and_for_the_voters_that_are_enough():
@@ -93,7 +93,7 @@ def test_it_waits_for_others_and_for_the_voters_that_are_enough():
     key = membership(again, *PLACES, has_key=True)
     assert decides_after(key, B) <= Timing().silent_s + Timing().alive_s, "two of three, and one is an earlier life"
     key = membership(again, (COORDINATORS, C), (0, A), (1, B), (1, Seat("d", 1, "all")), has_key=True)
-    assert decides_after(key, A, until_s=int(Timing().key_s)) is None, "two of four"
+    assert decides_after(key, A, until_s=int(Timing().key_s)) is None, "one of three"
     key = membership(again, *PLACES, has_key=True)
     assert decides_after(key, A, B) == int(Timing().key_s), "they may choose, and choose nothing for long"
     key = membership(again, *PLACES, has_key=True)

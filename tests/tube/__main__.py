@@ -8,6 +8,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
+os.environ["SWARM_AGREED"] = "1"
+
 if __name__ == "__main__":
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of strings have the same order everywhere
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})

@@ -15,10 +15,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import planted_accounts as planted_accounts  # registers its defects
 from cyclopts import App
 from faults import KINDS
-from planted import planted
 from schedule import Schedule, numbered
 from tqdm import tqdm
 from tube import WATCHES, Outcome, run_schedule
@@ -30,10 +28,9 @@ SEEDS_PER_PROCESS = 50
 # Of the first hundred seeds, cheap ones in which all kinds of faults strike, most of them twice or more often, with
 # swarms of all sizes.
 QUICK = (4, 9, 12, 13, 14, 16, 22, 27, 28, 32, 49, 55, 58, 67, 77, 78, 81, 82, 86, 90, 94, 96, 99)
-COUNTED = ("steps", "passes", "moves", "rewinds", "checked", "validated", "forks", "doubled", "lost")
+COUNTED = ("steps", "passes", "moves", "rewinds", "checked", "validated", "doubled", "lost")
 
 app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
-app.command(planted)
 
 
 @app.default
@@ -53,7 +50,7 @@ def run_one(seed: str, *, only: str | None = None, log: Path | None = None, shri
         log.write_text("\n".join(outcome.log))
     print(
         f"seed {seed}: {outcome.steps} steps, {sum(outcome.strikes.values())} faults, {outcome.moves} moves, "
-        f"{outcome.rewinds} rewinds, {outcome.checked} updates checked ({outcome.forks} not), "
+        f"{outcome.rewinds} rewinds, {outcome.checked} updates checked, "
         f"{'the run is lost, ' if outcome.lost else ''}"
         f"{outcome.virtual_s:.0f} virtual s, {outcome.cpu_s:.1f} CPU s, {outcome.events} events, {outcome.trace_hash}"
         f"{'' if outcome.violations else ': no violation'}"

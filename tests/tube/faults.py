@@ -27,17 +27,14 @@ KINDS: dict[str, tuple[Strike, float]] = {}
 OPS = [
     "microbatch",
     "microbatch",
-    "counts",
-    "ready",
-    "vote",
+    "agree",
+    "agree",
+    "agree",
     "average_part",
-    "gradient_chunk",
-    "greet",
-    "commit_gradient",
+    "average_part",
+    "give",
     "state_index",
     "state_chunk",
-    "lease",
-    "rewind",
     None,
 ]
 
@@ -155,7 +152,7 @@ async def leave_in_doubt(tube: Tube, rng: random.Random) -> None:
     """A peer is told to leave, and does not learn whether another has taken its gradient."""
     if victim := tube.expendable(rng):
         tube.struck("leave_in_doubt", victim)
-        await _tamper(tube, rng, "lose", rng.randint(1, 2), op="commit_gradient")
+        await _tamper(tube, rng, "lose", rng.randint(1, 2), op="give")
         tube.gone(victim)
         victim.ended.set()
         await tube.come_back(victim, rng)
@@ -495,14 +492,18 @@ async def stranger(tube: Tube, rng: random.Random) -> None:
 
 
 @kind(0.7)
-async def not_ready(tube: Tube, rng: random.Random) -> None:
-    """A member says for a while that it is not ready to average, and tells its stage-mates that it is."""
-    if victim := tube.any_peer(rng):
+async def unheeded(tube: Tube, rng: random.Random) -> None:
+    """What a host is told of rounds and epochs is lost for a while, or what it answers; all else goes well."""
+    if victim := tube.any_host(rng):
+        name = rng.choice(["lose", "delay"])
         tampering = Tampering(
-            kind="not_ready", op="ready", to=victim.name, times=10**6, seconds=0.0, rng=rng, is_one_fault=True
+            kind=name, op="agree", to=victim.name, times=10**6, seconds=8.0, rng=rng, is_one_fault=True
         )
+        tube.struck("unheeded", victim, name)
+        seconds = rng.choice([5.0, 15.0, 40.0])
+        tube.out_of_sight(victim, seconds)
         tube.world.network.tampering.append(tampering)
-        await anyio.sleep(rng.choice([5.0, 30.0, 90.0]))
+        await anyio.sleep(seconds)
         tampering.times = 0
 
 

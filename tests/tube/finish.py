@@ -5,32 +5,30 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import anyio
 import torch
-from delayed import DelayedInvariants
 from hosts import Host
-from invariants import Beginning, Invariants, around, same_weights
+from invariants import Invariants
 from loop import HOST, OUTSIDE
 from periodic import PeriodicInvariants
+from records import State, same_weights
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
+from wrapping import around
 
 import coordinator.run.service as service_module
-import swarm_peer.runtime.data.launcher as launcher_module
 from coordinator.checkpoints.model_folder import export_states
 from coordinator.run.service import RunService
 from swarm_peer.model.round_strategy import is_weight
-from swarm_peer.policy.step_state import StepState
-from swarm_peer.runtime.data.launcher import MicrobatchLauncher
+from swarm_peer.protocol.log import Committed
+from swarm_peer.protocol.member import Member
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.step.step_loop import StepLoop
-from swarm_peer.wire.messages import Mode
 
 # Of a loss: microbatches are summed up in another order.
 TOLERANCE = 1e-4
@@ -50,24 +48,25 @@ class FinishInvariants(Invariants):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._rng = self.tube.world.rng("finish")
-        self._sent: dict[tuple[Host, StepState], list[torch.Tensor]] = {}  # held-out samples, by sender and round
+        self._sent: dict[Host, list[torch.Tensor]] = {}  # held-out samples of a validation, by sender
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        def export_and_check(resolved: Any, states: Sequence[StageState], folder: Path, *args: Any) -> None:
+        def export_and_check(resolved: Any, states: Sequence[StageState], folder: Path, *args: Any) -> Any:
             self._check_saved(states)
-            export_states(resolved, states, folder, *args)
+            result = export_states(resolved, states, folder, *args)
             saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
             given = {name: value for state in states for name, value in state.tensors.items() if is_weight(name)}
             if not same_weights(saved, given):
                 self.tube.violation("the model that transformers loads has other weights than the stages gave")
+            return result
 
         with (
             super().watching(),
             patch.object(service_module, "export_states", export_and_check),
             around(RunService, "run", self._coordinated),
-            patch.object(launcher_module, "_microbatch", partial(self._made, launcher_module._microbatch)),
-            around(MicrobatchLauncher, "_validate", self._validated),
+            around(BatchLauncher, "_run", self._sending),
+            around(BatchLauncher, "_validate", self._validated),
         ):
             yield
 
@@ -98,55 +97,76 @@ class FinishInvariants(Invariants):
     def _check_saved(self, states: Sequence[StageState]) -> None:
         """The model is that of the last optimizer step, and its stages have been through the same rounds."""
         steps = self._resolved.manifest.training.steps
-        if {state.optimizer_step for state in states} != {steps}:
-            self.tube.violation(f"a model is saved of steps {[state.optimizer_step for state in states]}, not {steps}")
-        if len({(state.timeline, state.round_number) for state in states}) > 1:
-            self.tube.violation(f"a model is saved of timelines {[state.timeline for state in states]}")
-        for stage, state in enumerate(states):
-            place = (stage, state.timeline.first_round, state.round_number, state.history_hash)
-            begun = self.records.beginnings.get(place)
-            if begun is None or not same_weights(self.shared(begun.state), self.shared(dict(state.tensors))):
-                self.tube.violation(f"a model is saved with weights that stage {stage} never had")
+        places = [(stage, state.history_hash) for stage, state in enumerate(states)]
+        if unknown := [place for place in places if place not in self.records.weights]:
+            self.tube.violation(f"a model is saved with states that no stage has come to: {unknown}")
+            return
+        if {self.step_at(place) for place in places} != {steps}:
+            self.tube.violation(f"a model is saved of steps {[self.step_at(place) for place in places]}, not {steps}")
+        for place, state in zip(places, states, strict=True):
+            if not same_weights(self.shared(self.records.weights[place]), self.shared(dict(state.tensors))):
+                self.tube.violation(f"a model is saved with weights that stage {place[0]} never had")
 
-    async def _committed(self, call: Any, loop: StepLoop, settlement: Any) -> None:
-        await super()._committed(call, loop, settlement)
-        if loop.step.optimizer_step > self._resolved.manifest.training.steps:
-            self.tube.violation(f"an update is made after the last optimizer step: {loop.step}")
+    def _appending(self, member: Member, committed: Committed) -> None:
+        super()._appending(member, committed)
+        step = self.step_at((member.stage, committed.entry.hash))
+        if step > self._resolved.manifest.training.steps:
+            self.tube.violation(f"an entry follows that of the last optimizer step: {step}")
 
-    def _made(self, call: Any, microbatch_id: bytes, tokens_BS: torch.Tensor, present: ReplicaRound, mode: Mode) -> Any:
+    async def _sending(
+        self, call: Any, launcher: BatchLauncher, batch: bytes, tokens: Any, entered: Any, mode: Any
+    ) -> Any:
         if mode == "evaluate":
-            self._sent.setdefault((HOST.get(), present.step), []).append(tokens_BS)
-        return call(microbatch_id, tokens_BS, present, mode)
+            self._sent.setdefault(HOST.get(), []).append(tokens)
+        return await call(batch, tokens, entered, mode)
 
-    async def _validated(self, call: Any, launcher: MicrobatchLauncher, present: ReplicaRound) -> None:
+    async def _validated(self, call: Any, launcher: BatchLauncher, entered: ReplicaRound) -> None:
         """A peer's share of a validation is the loss of its round's weights, of the samples that it has sent on."""
         before = list(launcher.validations)
-        await call(present)
-        if list(launcher.validations) == before:
+        self._sent.pop(HOST.get(), None)
+        await call(entered)
+        sent = self._sent.pop(HOST.get(), [])
+        if list(launcher.validations) == before or not sent:
             return
-        share, sent = launcher.validations[-1], torch.cat(self._sent.pop((HOST.get(), present.step)))
-        stages = [
-            self._beginning_of(stage, present.step.timeline, present.number) for stage in range(len(self._reference))
-        ]
-        if share.samples < len(sent) or None in stages:
-            return  # some hops have failed, or there are forks
+        share, tokens = launcher.validations[-1], torch.cat(sent)
+        stages = self._states_at(entered.step.history_hash)
+        if share.samples < len(tokens) or stages is None:
+            return  # some hops have failed, or it is not known which weights the others had
         self.records.validated += 1
-        expected = self._loss_sum([known for known in stages if known is not None], sent)
+        expected = self._loss_sum(stages, share.optimizer_step, tokens)
         if abs(share.loss_sum - expected) > TOLERANCE * share.samples:
-            self.tube.violation(f"{HOST.get()} validates round {present.number} with {share}, and not {expected:.4f}")
+            self.tube.violation(f"{HOST.get()} validates round {entered.number} with {share}, and not {expected:.4f}")
 
-    def _loss_sum(self, stages: Sequence[Beginning], tokens_BS: torch.Tensor) -> float:
+    def _states_at(self, head: str) -> list[State] | None:
+        """The weights of all stages beside those of an entry of stage 0; None if they are not known for sure."""
+        entry = self.records.entries.get((0, head))
+        if entry is None:
+            return None
+        found: list[State] = [self.records.weights[0, head]]
+        for stage in range(1, len(self._reference)):
+            alike = [
+                place
+                for place, other in self.records.entries.items()
+                if place[0] == stage and (other.cut.round, other.cut.base) == (entry.cut.round, entry.cut.base)
+            ]
+            if len(alike) != 1 or alike[0] not in self.records.weights:
+                return None
+            found.append(self.records.weights[alike[0]])
+        return found
+
+    def _loss_sum(self, stages: Sequence[State], optimizer_step: int, tokens_BS: torch.Tensor) -> float:
         hidden = None
         for trainer, known in zip(self._reference, stages, strict=True):
-            trainer.load_state(known.state, known.optimizer_step)
+            trainer.load_state(known, optimizer_step)
             hidden = trainer.evaluate(tokens_BS, hidden)
         assert hidden is not None
         return float(hidden.sum())
 
 
-class FinishDelayedInvariants(FinishInvariants, DelayedInvariants):
-    """The same where updates are delayed."""
-
-
 class FinishPeriodicInvariants(FinishInvariants, PeriodicInvariants):
     """The same where stage-mates average periodically."""
+
+    def _states_at(self, head: str) -> list[State] | None:
+        """Within a period, each replica has weights of its own."""
+        entry = self.records.entries.get((0, head))
+        return super()._states_at(head) if entry is not None and entry.cut.averages else None

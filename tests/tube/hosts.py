@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
     from coordinator.run.coordination import Coordination
     from coordinator.run.service import RunService
+    from swarm_peer.protocol.statements import EpochId, Seat
+    from swarm_peer.runtime.assembly import PeerParts
     from swarm_peer.runtime.peer import Peer
+    from swarm_peer.runtime.network.agreement import Agreement
 
 # The tasks of a dead host must have ended after this time.
 BURIAL_S = 120.0
@@ -96,6 +99,28 @@ class Host:
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def parts(self) -> PeerParts | None:
+        """What the replicas of its peer share; None before that knows the run's epochs."""
+        return None if self.peer is None or self.peer._mover is None else self.peer._mover._parts
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """Its peer's or coordinator's part in agreement; None before that knows the run's epochs."""
+        if self.service is not None:
+            return None if self.service._agreed is None else self.service._agreed._agreeing.agreement
+        return None if self.parts is None else self.parts.agreement
+
+    @property
+    def seat(self) -> Seat | None:
+        """Its seat's name."""
+        return None if self.agreement is None else self.agreement.core.membership.me
+
+    @property
+    def epoch_id(self) -> EpochId | None:
+        """The newest epoch that it knows."""
+        return None if self.agreement is None else self.agreement.core.epoch.id
 
     def rng(self, purpose: str) -> random.Random:
         return self.world.rng(f"{self.name} {purpose}")

@@ -335,8 +335,6 @@ class TubeNetwork:
         if tampering is not None and tampering.kind == "lose":
             self.cut(connection, "connection lost before the reply")
             return
-        if tampering is not None and tampering.kind == "not_ready" and answer.type is FrameType.REPLY:
-            answer = Frame(answer.type, 0, "", (answer.body or {}) | {"attempt": None}, answer.tensors)
         if tampering is not None and tampering.kind == "garbage":
             answer = tampering.garble(answer, call.op)
         if callee.is_alive:
@@ -372,8 +370,7 @@ class Tampering:
     """What goes wrong with the next calls that match, `times` times.
 
     Attributes:
-        kind: "lose" the reply with its connection, "delay" it, "repeat" the call, send "garbage" for a reply, or say
-            that the callee is "not_ready" to average
+        kind: "lose" the reply with its connection, "delay" it, "repeat" the call, or send "garbage" for a reply
         op: None for any
         to: name of the callee; None for any
         is_one_fault: all its strikes count as one fault

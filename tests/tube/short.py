@@ -1,7 +1,4 @@
-"""What must hold where the text is so short that the run passes over it more than once.
-
-The text takes the place of Python's own, which no schedule gets to the end of even one slice of.
-"""
+"""What must hold where the text is so short that the run passes over it more than once."""
 
 from __future__ import annotations
 
@@ -11,10 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from invariants import Invariants, Place
+from invariants import Invariants
+from wrapping import before
 
 import swarm_peer.runtime.data.corpus as corpus_module
 from swarm_peer.policy.data.ranges import SampleId, SliceId
+from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.data.slices import MIN_SLICES, SliceReader
 
 # With a slice for each document, some of them empty: 130 samples in a pass, of which an optimizer step takes eight.
@@ -37,23 +36,22 @@ class ShortInvariants(Invariants):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._pass_at: dict[Place, int] = {}  # the pass over the text that stage 0 is in, by where it is
+        self._given_up: set[SampleId] = set()  # their microbatches have failed too often
         self._pass_at_calm = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with super().watching(), short_text():
+        with super().watching(), short_text(), before(GrantedSlices, "give_up", self._giving_up):
             yield
 
-    async def _committed(self, call: Any, loop: Any, settlement: Any) -> None:
-        place = (loop._stage, loop.step.timeline.first_round, loop.step.round_number + 1, settlement.history_hash)
-        await super()._committed(call, loop, settlement)
-        if loop._leases is not None:
-            self._pass_at[place] = max(self._pass_at.get(place, 0), loop._leases._ledger.current_pass)
+    def _giving_up(self, slices: GrantedSlices, present: Any, samples: Any) -> None:
+        self._given_up.update(samples)
 
     def _newest_pass(self) -> int:
-        newest = max(self._pass_at, key=lambda place: (place[2], place[1]), default=None)
-        return 0 if newest is None else self._pass_at[newest]
+        self.note_ends()
+        if 0 not in self.ends:
+            return 0
+        return self.records.ledger(self.ends[0][1], self.num_slices).current_pass
 
     def note_calm(self) -> None:
         self._pass_at_calm = self._newest_pass()
@@ -62,28 +60,18 @@ class ShortInvariants(Invariants):
         """Whether a pass that began since has come to its end: none of its slices hangs."""
         return self._newest_pass() >= self._pass_at_calm + PASSES_AFTER
 
-    def check_samples(self) -> None:
-        """As for any text; and of a pass that is over, every sample has counted, but for those reported lost.
-
-        After two halves of stage 0 have gone on without each other, one gives its updates up. The other one has heard
-        that their samples have counted, and does not read them again.
-        """
-        super().check_samples()
-        if not self._pass_at:
+    def check_shares(self) -> None:
+        """As for any text; and of a pass that is over, every sample has counted."""
+        super().check_shares()
+        if 0 not in self.ends or not self.num_slices:
             return
-        newest = max(self._pass_at, key=lambda place: (place[2], place[1]))
-        self.records.passes = self._pass_at[newest]
-        updates = [*dict(self.history(newest)).values(), *self.forked().values()]
-        counted = {name for ids in updates for name in self.names(ids)}
-        missing = [name for name in self._samples_before(self._pass_at[newest]) if name not in counted]
-        told = self.records.told_lost[0] + self.records.told_lost[None] + self.gone_back_in_vain(0)
-        if 0 not in self.records.ends:  # the run has ended early: whether what was given up was read again is not known
-            told = self.reported_lost()
-        excused = told + self.records.died[0]
-        if len(missing) > excused:
+        self.records.passes = self.records.ledger(self.ends[0][1], self.num_slices).current_pass
+        line = list(self.records.line(self.ends[0]))
+        counted = {name for entry in line for name in self.records.names(self.records.ids_of(0, entry))}
+        missing = [name for name in self._samples_before(self.records.passes) if name not in counted | self._given_up]
+        if missing:
             self.tube.violation(
-                f"{len(missing)} samples of passes that are over are in no update, such as {missing[:3]}; "
-                f"{excused} were reported lost, or held by peers as they died"
+                f"{len(missing)} samples of passes that are over are in no entry, such as {missing[:3]}"
             )
 
     def _samples_before(self, current_pass: int) -> list[SampleId]:

@@ -17,16 +17,16 @@ from loop import HOST
 
 from swarm_peer.runtime import mover
 from swarm_peer.runtime.data import launcher
-from swarm_peer.runtime.state import index, snapshot_store, state_server, transfer
-from swarm_peer.runtime.step import all_reduce, handover
+from swarm_peer.runtime.state import index, named_snapshots, state_server, transfer
+from swarm_peer.runtime.step import all_reduce, driver, giving
 
 SMALL_SHARE = 1 / 3
 # A stage has 900 to 5,000 values, and its largest tensor 8 KiB.
-HANDOVER_BYTES = 2 * 2**10
+GIVEN_BYTES = 2 * 2**10
 STATE_BYTES = 2**10
 PART_VALUES = 256
 LAUNCHES = 4
-UPDATES_RETAINED = 3
+UPDATES_KEPT = 2
 LEASE_S = 20.0
 
 
@@ -49,14 +49,14 @@ def pieces_of(seed: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         if is_small(seed):
-            stack.enter_context(patch.object(handover, "CHUNK_BYTES", HANDOVER_BYTES))
+            stack.enter_context(patch.object(giving, "CHUNK_BYTES", GIVEN_BYTES))
             stack.enter_context(patch.object(all_reduce, "MAX_PART_VALUES", PART_VALUES))
             stack.enter_context(patch.object(mover, "has_room_beside", has_room))
-            for module in (index, snapshot_store, transfer):
+            for module in (index, named_snapshots, transfer):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
             stack.enter_context(patch.object(launcher, "MAX_LAUNCHES", LAUNCHES))
-            stack.enter_context(patch.object(state_server, "MAX_UPDATES_RETAINED", UPDATES_RETAINED))
-            stack.enter_context(patch.object(state_server, "MAX_ROUNDS_BEHIND", UPDATES_RETAINED // 2))
+            stack.enter_context(patch.object(driver, "KEPT_UPDATES", UPDATES_KEPT))
+            stack.enter_context(patch.object(driver, "SMALL_BYTES", 0))
             stack.enter_context(patch.object(state_server, "LEASE_S", LEASE_S))
         yield
 

@@ -22,20 +22,20 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
-from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, Accounts, check_accounts, check_calm, helps
-from delayed import DelayedInvariants
+from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, check_calm, check_lost, has_checkpoint, newest_of_all
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
-from finish import FinishDelayedInvariants, FinishInvariants, FinishPeriodicInvariants, num_steps
+from finish import FinishInvariants, FinishPeriodicInvariants, num_steps
 from hosted import obeying_schedules, run_coordinator, run_peer, run_stranger
 from hosts import RUN_KEY, Host, identity_of
-from invariants import Invariants
+from invariants import Invariants, members_of
 from loop import TubeLoop, run
 from network import Link
 from periodic import PeriodicInvariants
 from schedule import Event, Schedule
 from short import ShortInvariants
 from small import max_in_flight, pieces_of
+from standing import note_standing
 from world import LogToWorld, World
 
 from coordinator.checkpoints.store import CheckpointStore
@@ -46,8 +46,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.step_state import StepState
-from swarm_peer.runtime.state.recovery import INTERVALS_FROM_SCRATCH
+from swarm_peer.protocol.epochs import COORDINATORS
+from swarm_peer.runtime.network.agreement import BEGIN_ANEW_INTERVALS
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
 STEPS_AFTER = 3
@@ -85,14 +85,14 @@ CONFIG: dict[str, Any] = {
 
 WATCHES: dict[str, type[Invariants]] = {
     "periodic": PeriodicInvariants,
-    "delayed": DelayedInvariants,
+    "delayed": Invariants,
     "eager": EagerInvariants,
     "short": ShortInvariants,
     "finish": FinishInvariants,
-    "finish-delayed": FinishDelayedInvariants,
+    "finish-delayed": FinishInvariants,
     "finish-periodic": FinishPeriodicInvariants,
     "lost": Invariants,
-    "lost-delayed": DelayedInvariants,
+    "lost-delayed": Invariants,
     "lost-periodic": PeriodicInvariants,
 }
 
@@ -153,7 +153,6 @@ class Outcome:
     strikes: dict[str, int] = field(default_factory=dict)
     moves: int = 0
     rewinds: int = 0
-    forks: int = 0
     doubled: int = 0
     lost: int = 0
     checked: int = 0
@@ -218,6 +217,8 @@ class Tube:
         self.world.struck(kind)
 
     def violation(self, what: str) -> None:
+        if not self.world.violations:
+            note_standing(self.world)
         self.world.violation(what)
 
     def _cut_short(self) -> None:
@@ -514,8 +515,7 @@ class Tube:
             if self.world.violations:
                 return
             if self.world.loop.time() > deadline + (bound_s if self._is_slow(began) else 0.0):
-                self.invariants.check_snapshots()
-                if self._is_lost() and not any(helps(self.invariants, *known) for known in self.stores):
+                if self._is_lost() and not self._has_checkpoint():
                     self.lost = True
                     self.world.note("lost")
                     return
@@ -527,26 +527,28 @@ class Tube:
         if self.schedule.finishes:
             await self._leave()
             return
-        self.invariants.check_snapshots()
         await self._gather(deadline + BOUND_S)
         acting = self._acting()
         # At the end of a period, and of the next, peers learn what both parts of a stage had read while it was cut.
         await self._go_on(ROUNDS_TO_LEARN, BOUND_S)
         acting &= self._acting()
-        begun = {host: Accounts.of([host]) for host in self.peers()}
-        num_without, moves_of = len(self.invariants.records.without), Counter(self.invariants.records.moves_of)
-        begun_s = self.world.loop.time()
+        await self._stay_together(acting, rng)
+
+    async def _stay_together(self, acting: set[tuple[Host, Term | None]], rng: random.Random) -> None:
+        self.invariants.note_ends()
+        since, lost = frozenset(self.invariants.ends.values()), Counter(self.invariants.records.samples_lost)
+        moves_of, begun_s = Counter(self.invariants.records.moves_of), self.world.loop.time()
         await self._go_on(ROUNDS_TOGETHER - ROUNDS_TO_LEARN, BOUND_S)
         self.invariants.note_ends()
         round_s = (self.world.loop.time() - begun_s) / (ROUNDS_TOGETHER - ROUNDS_TO_LEARN)
         act_still = {host for host, _ in acting & self._acting()}
         stores = [(host, store) for host, store in self.stores if host in act_still]
+        if self.world.violations:
+            return
         check_calm(self.invariants, self.peers(), stores, round_s)
-        # Stage-mates may do without a peer that has held them up, for a while: what it has is lost then.
-        if not self.world.violations and len(self.invariants.records.without) == num_without:
-            moved = self.invariants.records.moves_of - moves_of
-            hurried = [host for host in begun if moved[host.name] and host.grace_s < max(GRACES_S)]
-            check_accounts(self.invariants, begun, hurried)
+        moved = self.invariants.records.moves_of - moves_of
+        check_lost(self.invariants, since, lost, moved)
+        if not self.world.violations:
             await self._leave_in_order(rng)
 
     def _acting(self) -> set[tuple[Host, Term | None]]:
@@ -568,13 +570,13 @@ class Tube:
         if not mated:
             return
         leaver = rng.choice(mated)
-        lost = Accounts.of([leaver])
+        lost = self.invariants.records.samples_lost[leaver.name]
         self.world.note("leaves in order", leaver)
         leaver.ended.set()
         with anyio.move_on_after(BOUND_S):
             while leaver.is_alive:  # noqa: ASYNC110  # a clock that jumps costs nothing
                 await anyio.sleep(1.0)
-        if (after := Accounts.of([leaver])) != lost:
+        if (after := self.invariants.records.samples_lost[leaver.name]) != lost:
             self.violation(f"{leaver} left in order, and lost samples: {lost} became {after}")
 
     def _mates(self, host: Host) -> list[Host]:
@@ -642,29 +644,30 @@ class Tube:
 
     def _stragglers(self) -> list[str]:
         """What is wrong with the peers that do not serve, or are not where others of their stage are."""
-        found, steps = list[str](), list[tuple[Host, int, StepState]]()
+        found = list[str]()
         coordinations = [host.coordination for host in self.coordinators()]
         acting = [each for each in coordinations if each is not None and each.acts]
         if len(acting) != 1:
             found.append(f"{len(acting) or 'no'} coordinators act")
+        epochs = {host.agreement.core.epoch for host in self.world.alive() if host.agreement is not None}
+        newest = max(epochs, key=lambda epoch: epoch.id)
+        if len(epochs) > 1:
+            found.append(f"{len(epochs)} epochs are the newest to somebody")
+        seats = {host.seat for host in (*self.peers(), *self.coordinators())}
+        if gone := [seat.peer for seat in newest.seats if seat not in seats]:
+            found.append(f"{gone} have places and are gone")
+        placed = newest.roster(COORDINATORS)
+        found += [f"{host} has no place" for host in self.coordinators() if host.seat not in placed]
+        rounds = {stage: max(numbers, default=0) for stage, numbers in self._committed.items()}
         for host in self.peers():
             replica = None if host.peer is None else host.peer._replica
-            if replica is None or not serving(host):
+            member = None if replica is None else members_of(host).get(replica.stage)
+            if replica is None or member is None or not serving(host):
                 found.append(f"{host} does not serve")
-            else:
-                steps.append((host, replica.stage, replica.step))
-        for host, stage, step in steps:
-            if unseen := self._unseen_mates(host):
+            elif unseen := self._unseen_mates(host):
                 found.append(f"{host} does not see {unseen}")  # after a cut a node leaves others alone for a while
-            newest = max(
-                (other for _, of_stage, other in steps if of_stage == stage), key=lambda each: each.round_number
-            )
-            if any(step.timeline != other.timeline for _, _, other in steps):
-                found.append(f"{host} is on timeline {step.timeline}, and others are not")
-            elif step.round_number < newest.round_number - ROUNDS_APART:
-                found.append(f"{host} is in round {step.round_number}, and others of stage {stage} in another")
-            elif step.round_number == newest.round_number and step.history_hash != newest.history_hash:
-                found.append(f"{host} has other weights in round {step.round_number} than others of stage {stage}")
+            elif member.is_behind or member.log.next_round <= rounds[replica.stage] - ROUNDS_APART:
+                found.append(f"{host} is in round {member.log.next_round} of stage {replica.stage}, or behind")
         return found
 
     def _unseen_mates(self, host: Host) -> list[Host]:
@@ -685,18 +688,21 @@ class Tube:
 
         A run that has made few updates begins anew by itself, and is not lost.
         """
-        furthest = max((begun.optimizer_step for begun in self.invariants.records.beginnings.values()), default=0)
-        interval = self.resolved.manifest.recovery.snapshot_every
-        replicas = [host.peer._replica for host in self.peers() if host.peer is not None]
-        served = {replica.stage for replica in replicas if replica is not None and replica.has_weights}
-        if len(served) == self.num_stages or furthest <= INTERVALS_FROM_SCRATCH * interval:
+        epochs = [host.agreement.core.epoch for host in self.world.alive() if host.agreement is not None]
+        epoch = max(epochs, key=lambda each: each.id, default=None)
+        if epoch is None or all(epoch.roster(stage) for stage in epoch.begun):
             return False
-        stages: dict[int, set[int]] = {}
-        for host in self.peers():
-            assert host.peer is not None
-            for ref, _ in host.peer._parts.snapshots.snapshots():
-                stages.setdefault(ref.created_at_round, set()).add(ref.stage)
-        return all(len(held) < self.num_stages for held in stages.values())
+        memberships = [host.agreement.core.membership for host in self.world.alive() if host.agreement is not None]
+        furthest = max(membership.holds[1] for membership in memberships)
+        is_new = furthest <= BEGIN_ANEW_INTERVALS * self.resolved.manifest.recovery.snapshot_every
+        return not is_new and newest_of_all(self.invariants, self.world.alive()) is None
+
+    def _has_checkpoint(self) -> bool:
+        """Whether a coordinator has a checkpoint from which a lost stage could go on."""
+        self.invariants.note_ends()
+        ends = self.invariants.ends.values()
+        alive = [store for host, store in self.stores if host.is_alive]
+        return any(has_checkpoint(self.invariants, store, place) for store in alive for place in ends)
 
     def tell_end(self) -> None:
         """The operator ends the run: everybody is told so, from now on."""
@@ -717,7 +723,6 @@ class Tube:
             self.violation(f"{host.name} has not gone though the run was ended")
             host.die()
         await anyio.sleep(150.0)
-        self.invariants.check_samples()
         self.invariants.check_shares()
         for _, store in self.stores:
             self.invariants.check_checkpoint(store)
@@ -821,7 +826,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.violations, outcome.trace_hash, outcome.log = world.violations, world.trace_hash, world.log
     outcome.steps = len(tube._committed[0])
     outcome.strikes = dict(world.strikes)
-    outcome.moves, outcome.rewinds, outcome.forks = records.moves_of.total(), records.rewinds, records.forks
+    outcome.moves, outcome.rewinds = records.moves_of.total(), records.rewinds
     outcome.doubled, outcome.lost = records.doubled, tube.lost
     outcome.checked, outcome.validated, outcome.passes = records.checked, records.validated, records.passes
     outcome.events = world.num_events

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from hosts import Host
 
 
+# Errors that are logged since faults have struck: full disks, devices without memory, stages that have lost what they
+# had. Others are errors of the system.
+EXPECTED_ERRORS = {
+    "checkpoint_failed",
+    "checkpoint_missed",
+    "model_not_saved",
+    "run_not_ended",
+    "samples_lost",
+    "snapshot_lost",
+    "snapshot_not_stored",
+    "state_lost",
+    "update_skipped",
+}
+
+
 class World:
     """Everything of one schedule.
 
@@ -85,3 +100,5 @@ class LogToWorld(logging.Handler):
         if record.exc_info is not None and record.exc_info[1] is not None:
             text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
         self._world.log.append(f"{self._world.loop.time():.6f} {host} {record.levelname} {record.name[12:]} {text}")
+        if record.levelno >= logging.ERROR and text.partition(" ")[0] not in EXPECTED_ERRORS:
+            self._world.violation(f"{host} logs an error: {record.name} {text}")

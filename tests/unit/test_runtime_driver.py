@@ -382,6 +382,37 @@ def test_a_member_that_is_silent_in_an_average_is_left_out_and_takes_the_update_
     anyio.run(run)
 
 
+class Nobody:
+    """Nobody gives anything."""
+
+    async def update(self, committed):
+        raise NotServing("nobody has it")
+
+    async def state(self):
+        raise NotServing("nobody is there")
+
+
+def test_a_seat_that_is_left_alone_without_the_state_gives_up_its_place():
+    """The run can go back only once the stage is empty."""
+
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            left = some.add(Identity.generate(), 1)
+            await until([left], lambda peer: peer.core.membership.stages != frozenset())
+            rig = hall.rig(left)
+            rig.driver._sources = Nobody()
+            hall.board.silent.add(left.identity.peer_id)
+            await until([left], lambda _: rig.driver.complaint)
+            assert len(left.core.epoch.roster(1)) == 2
+            some.kill(first[1])
+            await until(first[:1], lambda peer: not peer.core.epoch.roster(1))
+
+    anyio.run(run)
+
+
 def test_weights_that_are_far_from_a_seats_own_are_not_asked_for_without_pause(monkeypatch):
     async def run():
         hall = Hall()
@@ -486,6 +517,26 @@ def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
             assert taker.driver.member.work.guests == {contribution.name: contribution}
             means, weight = taker.driver.gradients.get(contribution.name)
             assert (means[0].tolist(), weight) == ([1.0, 2.0, 3.0], 2)
+
+    anyio.run(run)
+
+
+def test_a_contribution_whose_round_ends_meanwhile_is_given_all_the_same():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = map(hall.rig, await two_mates(some))
+            hall.is_paused = True
+            contribution, _, _ = given_by(giver)
+            giver.driver.gradients.put(contribution.name, [torch.tensor([1.0, 2.0, 3.0])], 2)
+
+            def mates():
+                yield "somebody who is gone"
+                giver.driver.gradients.forget(contribution.name.round + 1)
+                yield taker.peer.identity.peer_id
+
+            assert await giver.giving.give([contribution], mates(), enough=1) == 1
+            assert contribution.name in taker.driver.gradients.names
 
     anyio.run(run)
 

@@ -17,7 +17,8 @@ def test_every_state_has_its_successors():
 
 def test_a_stay_goes_from_joining_to_left(lifecycle):
     lifecycle.explain("waits")
-    for state in (PeerState.SERVING, PeerState.DRAINING, PeerState.SERVING, PeerState.DRAINING, PeerState.LEFT):
+    served = (PeerState.SERVING, PeerState.JOINING, PeerState.SERVING, PeerState.DRAINING)
+    for state in (*served, PeerState.SERVING, PeerState.DRAINING, PeerState.LEFT):
         lifecycle.enter(state)
         assert (lifecycle.state, lifecycle.since_s, lifecycle.note) == (state, 2.5, "")
     with pytest.raises(AssertionError, match="does not follow"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
@@ -47,17 +48,10 @@ NO_EPOCH = EpochId(0, Seat("", 0, ""), 0)
 
 # How long the core waits.
 TIMING = Timing()
+# In lifetimes of an announcement: see Timing.key_s.
+KEY_DECIDES_AFTER = 2
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 BEGIN_ANEW_INTERVALS = 2
-
-
-def is_agreed() -> bool:
-    """Whether this process agrees with others as docs/protocol.md says.
-
-    For as long as peers can do it the old way, too: the environment variable SWARM_AGREED=1 then has peers and
-    coordinators take the new one. All processes of a run have to take the same.
-    """
-    return os.environ.get("SWARM_AGREED") == "1"
 
 
 class AgreementContext(Protocol):
@@ -143,7 +137,9 @@ class Agreement:
             acquaintances: ids of peers of the run, from wherever
             sign_as_key: signs with the run key; None if this process does not hold it
         """
-        rules, rounds, timing = rules_of(context.resolved.manifest), rounds_of(context.resolved.manifest), TIMING
+        manifest = context.resolved.manifest
+        rules, rounds = rules_of(manifest), rounds_of(manifest)
+        timing = replace(TIMING, key_s=KEY_DECIDES_AFTER * manifest.limits.announcement_s)
         self.statements = Statements(context.run_id, context.identity)
         self._context = context
         self._transport = transport

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
@@ -171,16 +171,9 @@ class StageExecutor:
             assert passed.hidden is not None
             result = await self._next_stage.send(microbatch, passed.hidden, deadline)
         self._work.admit(entered.number, (*microbatch.base, *result.base))
-        is_new = microbatch.id not in entered.counted
         try:
             with self._noting_out_of_memory(entered):
-                done = await self._device_thread.run(
-                    Priority.BACKWARD,
-                    lambda: self._backward(entered, microbatch, passed, result),
-                    microbatch.num_samples,
-                    self._speed,
-                )
-            return self._counted(entered, microbatch, result, done, caller, passed.graph if is_new else None)
+                return await self._add(entered, microbatch, passed, result, caller)
         except InvalidMessage as error:
             # The next stage is to blame for this, and not the caller, as an InvalidMessage would say.
             assert self._next_stage is not None
@@ -188,6 +181,28 @@ class StageExecutor:
             reason = f"the next stage returned a gradient that cannot be used: {error}"
             self._next_stage.refuse(result, reason)
             raise HopFailed(reason) from error
+
+    async def _add(
+        self, entered: ReplicaRound, microbatch: Microbatch, passed: _Pass, behind: HopResult, caller: str
+    ) -> HopResult:
+        """Add a microbatch's gradient, and have it counted, if it was not before."""
+        added: list[HopResult] = []
+
+        def add() -> HopResult:
+            is_new = microbatch.id not in entered.counted
+            reply = self._backward(entered, microbatch, passed, behind)
+            added.extend([reply] if is_new else [])
+            return reply
+
+        try:
+            done = await self._device_thread.run(Priority.BACKWARD, add, microbatch.num_samples, self._speed)
+        except anyio.get_cancelled_exc_class():
+            # The caller has given up, or its connection is gone, as the gradient was added: it counts all the same.
+            if added:
+                with suppress(RoundClosed):
+                    self._counted(entered, microbatch, behind, added[0], caller, passed.graph)
+            raise
+        return self._counted(entered, microbatch, behind, done, caller, passed.graph if added else None)
 
     def _counted(
         self,

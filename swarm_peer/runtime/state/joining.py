@@ -70,4 +70,6 @@ async def _take_state(agreement: Agreement, stage: int, sources: StageSources) -
     known = core.told.get(stage)
     if known is None or known.restart != restart or core.epoch.restart != restart:
         raise NotServing("the run has gone back meanwhile")
+    if stage in core.membership.stages:
+        raise NotServing("this peer has its place already, and has other weights by now")
     core.prepare(stage, known, taken.state, (), taken.ledger)

@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 ASK_S = 1.0
 # Relative distance of two states of the same updates. Unlike devices come 3e-3 apart with each microbatch in bf16.
 MOST_APART = 0.05
+# A state that was downloaded waits for so long for the log to come to its entry, and for the next one, which names its
+# root: that of the round that went on as it was copied.
+LOG_S, NAMED_S = 5.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +53,13 @@ class StageMates:
         donors: ids of those who have a place in it
         newest_log: its log as it is known now, which goes on while a state is downloaded
         ask_for_log: asks for what is newer, and for the root of a coming state
+        fears_lies: whether the word of one stage-mate is not enough: there are tickets enough to outvote a liar
     """
 
     donors: Callable[[], Sequence[str]]
     newest_log: Callable[[], Log | None]
     ask_for_log: Callable[[], None]
+    fears_lies: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ class StageSources:
         self._mates = mates
         self._num_slices = num_slices
         self._snapshots = snapshots
+        # Grows with each call that is to change the weights: a download that an earlier one has begun must not.
+        self._turn = 0
         self._rng = context.random.stream("states")
 
     async def update(self, committed: Committed) -> list[Tensor]:
@@ -135,16 +142,18 @@ class StageSources:
         Raises:
             CallError: nobody gives one that an entry names
         """
+        turn = self._begin_turn()
         self._mates.ask_for_log()
         with anyio.move_on_after(ASK_S):
             await self._context.changed.wait_for(lambda: self._mates.newest_log() is not None)
+        self._check_turn(turn)
         if (known := self._mates.newest_log()) is not None and known.is_empty:
             # No entry names a root yet. The weights that the run has begun with need none.
             return Taken(known.head, {}, known.head, await self.begin(known.restart))
         taken: list[Taken] = []
 
         async def take(state: StageState) -> None:
-            taken[:] = [await self._take(state)]
+            taken[:] = [await self._take(state, turn)]
 
         await self._fetch(take)
         if self._core.rounds.step.phase is not Phase.EMPTY:
@@ -165,42 +174,68 @@ class StageSources:
             self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed
         )
 
-    async def _take(self, state: StageState) -> Taken:
+    async def _take(self, state: StageState, turn: int) -> Taken:
         """Take a state over, if it is what an entry says.
 
         Raises:
             InvalidMessage: it is not, or no entry names its root
         """
         entry = state.history_hash
-        if (known := await self._log_beyond(entry)) is None:
-            raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
-        rounds = {head: number for number, head in known.heads().items()}
-        root = known.since(rounds[entry])[0].entry.cut.root
-        if not root:
-            raise InvalidMessage("the entry after this state names no root")
-        if root != await self._context.threads.run(root_of, dict(state.tensors), state.ledger):
+        known, named = await self._naming(entry)
+        if self._mates.fears_lies() and not (named and named.entry.cut.root):
+            raise InvalidMessage("the entry after this state does not name its root")
+        root = await self._context.threads.run(root_of, dict(state.tensors), state.ledger)
+        if named and named.entry.cut.root not in ("", root):
             raise InvalidMessage("a state of another root than the one that the next entry names")
         ledger = read_ledger(state.ledger, self._num_slices) if self._num_slices is not None else None
-        step = known.restart.optimizer_step + rounds[entry] - known.restart.first_round
-        await self._load(state, step)
+        number = next(number for number, head in known.heads().items() if head == entry)
+        await self._load(state, known.optimizer_step_at(number), turn)
         return Taken(entry, {}, entry, ledger)
 
-    async def _log_beyond(self, entry: str) -> Log | None:
-        """Wait for the log to go on from an entry: the next one may name the root. Returns None if it is not in it."""
-        while True:
-            known = self._mates.newest_log()
-            number = next((each for each, head in known.heads().items() if head == entry), None) if known else None
-            if known is None or number is None or known.is_empty or known.since(number):
-                return known if known is not None and number is not None and known.since(number) else None
-            self._mates.ask_for_log()
-            with anyio.move_on_after(ASK_S):
-                await self._context.changed.wait_for(partial(self._is_past, known))
+    async def _naming(self, entry: str) -> tuple[Log, Committed | None]:
+        """Wait for the log that holds the entry that a state embodies, and where lies are feared for the next entry.
 
-    def _is_past(self, known: Log) -> bool:
-        newest = self._mates.newest_log()
-        return newest is None or (newest.restart, newest.next_round) != (known.restart, known.next_round)
+        Raises:
+            InvalidMessage: there is none in time
+        """
+        await self._wait_for_log(lambda: self._log_with(entry) is not None, LOG_S)
+        if self._mates.fears_lies():
+            await self._wait_for_log(lambda: self._is_named(entry), NAMED_S)
+        if (known := self._log_with(entry)) is None:
+            raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
+        return known, self._after(known, entry)
 
-    async def _load(self, state: StageState, optimizer_step: int) -> None:
+    async def _wait_for_log(self, has_come: Callable[[], bool], seconds: float) -> None:
+        with anyio.move_on_after(seconds):
+            while not has_come():
+                self._mates.ask_for_log()
+                with anyio.move_on_after(ASK_S):
+                    await self._context.changed.wait_for(has_come)
+
+    def _is_named(self, entry: str) -> bool:
+        """Whether the log has gone on from an entry, or does not hold it any more."""
+        known = self._log_with(entry)
+        return known is None or self._after(known, entry) is not None
+
+    def _log_with(self, entry: str) -> Log | None:
+        known = self._mates.newest_log()
+        return known if known is not None and entry in known.heads().values() else None
+
+    @staticmethod
+    def _after(known: Log, entry: str) -> Committed | None:
+        return next((each for each in known.committed if each.entry.cut.parent == entry), None)
+
+    def _begin_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
+    def _check_turn(self, turn: int) -> None:
+        """Raise NotServing if somebody else has begun to change the weights since."""
+        if turn != self._turn:
+            raise NotServing("this replica takes other weights by now")
+
+    async def _load(self, state: StageState, optimizer_step: int, turn: int) -> None:
+        self._check_turn(turn)
         load = partial(self._trainer.load_state, state.tensors, optimizer_step)
         await self._core.device_thread.run(Priority.STEP, load)
 
@@ -214,6 +249,7 @@ class StageSources:
             CallError: nobody gives them
         """
         adopted: list[bool] = []
+        turn = self._begin_turn()
 
         async def take(state: StageState) -> None:
             if await self._context.threads.run(root_of, dict(state.tensors), state.ledger) != root:
@@ -222,6 +258,7 @@ class StageSources:
             is_close = await self._context.threads.run(_are_close, state.tensors, own)
             adopted[:] = [is_close]
             if is_close:
+                self._check_turn(turn)
                 await self._core.device_thread.run(Priority.STEP, partial(self._trainer.adopt, state.tensors))
             else:
                 log.error("root_refused stage=%d reason=its weights are far from this peer's", self._stage)
@@ -240,11 +277,12 @@ class StageSources:
             CallError: the run begins with a snapshot, which nobody gives
         """
         ledger: list[Ledger] = []
+        turn = self._begin_turn()
 
         async def take(named: NamedState) -> None:
             if self._num_slices is not None:
                 ledger[:] = [read_ledger(named.state.ledger, self._num_slices)]
-            await self._load(named.state, restart.optimizer_step)
+            await self._load(named.state, restart.optimizer_step, turn)
 
         if restart.entries:
             await self._snapshots.take(self._stage, restart.entries[self._stage], restart.optimizer_step, take)

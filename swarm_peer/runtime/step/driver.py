@@ -33,6 +33,9 @@ SMALL_BYTES = 2**26
 KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
+# A seat gives its place up if nobody has given it the state that it lacks for so long: all that had it may be gone, and
+# the stage has to be empty for the run to go back.
+PATIENCE_S = 180.0
 
 
 @dataclass
@@ -96,6 +99,8 @@ class RoundDriver:
         self._log: Log | None = None
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
+        # Since when nobody has given this seat the state that it lacks.
+        self._lacks_since_s: float | None = None
         # Held during each step: what leaves takes the same work out of the accumulator.
         self._working = anyio.Lock()
 
@@ -290,18 +295,34 @@ class RoundDriver:
                 if self._is_other(member, restart):
                     return
                 member.reached(committed.entry.hash)
+                self._note_ledger(member)
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
         if member.is_behind:
             # The entry that names the state's root is that of a round which others have yet to fill without this seat.
             self._workplace.fall_behind()
-            taken = await self._sources.state()
+            try:
+                taken = await self._sources.state()
+            except CallError as error:
+                self._note_lack(error)
+                raise
+            self._lacks_since_s = None
             if self._is_other(member, restart):
                 return
             member.work.void_all(member.log.next_round)
             self._weights = restart, taken.weights
             self.updates = dict(taken.updates)
             member.reached(taken.state, taken.ledger)
+
+    def _note_lack(self, error: CallError) -> None:
+        """Give up the place if nobody has the state any more: the run can go back once the stage is empty."""
+        now_s = anyio.current_time()
+        self._lacks_since_s = now_s if self._lacks_since_s is None else self._lacks_since_s
+        is_alone = len(self._agreement.core.epoch.roster(self._stage)) == 1
+        if is_alone or now_s > self._lacks_since_s + PATIENCE_S:
+            log.error("state_lost stage=%d reason=nobody gives what this peer lacks: %s", self._stage, error)
+            self._lacks_since_s = None
+            self._agreement.core.resign(self._stage)
 
     def _is_other(self, member: Member, restart: Restart) -> bool:
         """Whether the seat has lost its place, or the run has gone back, while the device or the network was at work.

@@ -88,21 +88,22 @@ class Giving:
         Returns:
             how many have
         """
+        # The driver forgets them when their round is over, which may be while they are given.
+        means = {each.name: self._driver.gradients.get(each.name)[0] for each in contributions}
         num_given = 0
         for mate in mates:
             if num_given >= enough:
                 break
             try:
                 for contribution in contributions:
-                    await self._give_one(contribution, mate)
+                    await self._give_one(contribution, means[contribution.name], mate)
             except CallError as error:
                 log.warning("contribution_not_taken peer=%s reason=%s: %s", mate, error.code, error)
             else:
                 num_given += 1
         return num_given
 
-    async def _give_one(self, contribution: Contribution, mate: str) -> None:
-        means, _ = self._driver.gradients.get(contribution.name)
+    async def _give_one(self, contribution: Contribution, means: Sequence[Tensor], mate: str) -> None:
         data = await self._context.threads.run(_flat, means)
         if contribution.name not in self._signed:
             me, epoch = self._agreement.core.membership.me, self._agreement.core.epoch

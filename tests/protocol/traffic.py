@@ -1,0 +1,113 @@
+"""Count what agreement takes in calm rounds: python tests/protocol/traffic.py [--members 4 8 16].
+
+Two stages with as many members each, and a coordinator, on links of 20 ms; each member of stage 0 launches samples as
+they are granted. Bytes are those of the messages as they travel, signatures included, without the calls around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+from cluster import Cluster, Process
+
+from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
+from swarm_peer.protocol.messages import Rounds, Sent, Timing
+from swarm_peer.protocol.statements import EpochId, KeySigned, Seat, Signed
+from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.identity import Identity
+
+LINK_S = 0.02
+TICK_S = 0.25
+WARM_UP_S = 40.0
+COUNTED_S = 40.0
+
+
+class Calm(Cluster):
+    """A run without faults whose messages are counted.
+
+    Attributes:
+        sent, num_bytes: of messages about rounds, and of all others, by the name of what they hold
+    """
+
+    def __init__(self, members: int, samples_each: int):
+        rounds = RoundRules(num_stages=2, batch=members * samples_each, roots_every=(0,))
+        super().__init__(Random(1), rounds, Timing(), num_slices=10_000)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self.sent, self.num_bytes = Counter[str](), Counter[str]()
+        self._is_counting = False
+        # One key stands for all: signatures are as long as real ones.
+        self._statements = Statements("run", Identity.generate())
+        self._add("coordinator", frozenset({COORDINATORS}), has_key=True)
+        for stage, number in itertools.product((0, 1), range(members)):
+            self._add(f"peer-{stage}-{number:03}-of-some-length-as-ids-have-it", frozenset({stage}))
+
+    def _add(self, peer: str, stages: frozenset[int], *, has_key: bool = False) -> None:
+        process = self.processes[peer] = Process(peer, "all", stages, has_key)
+        if len(self.processes) == 1:
+            seat = Seat(peer, 1, "all")
+            epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),))
+            self.first = Certified(epoch, (Signed(KeySigned(epoch.hash), b"key"),))
+        self.start(process)
+        self._at(TICK_S * self.random.random(), lambda: self._tick(process))
+
+    def _at(self, time_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (time_s, next(self._numbers), action))
+
+    def _tick(self, process: Process) -> None:
+        self._at(self.now_s + TICK_S, lambda: self._tick(process))
+        self.tick(process)
+
+    def send(self, process: Process, sent: list[Sent]) -> None:
+        """Put messages on their way, each once."""
+        for target, message in sent:
+            if self._is_counting and isinstance(message.body, Rounds):
+                kind = type(message.body).__name__
+                self.sent[kind] += 1
+                num_signed = repr(message.body).count("signature=b'")
+                self.num_bytes[kind] += len(self._statements.encode(message)) + 60 * num_signed
+            self._at(self.now_s + LINK_S, lambda t=target, m=message: self.receive(self.processes[t], m))
+
+    def run_until(self, end_s: float) -> None:
+        """Let time pass."""
+        while self._queue and self.now_s < end_s:
+            self.now_s, _, action = heapq.heappop(self._queue)
+            action()
+
+    def next_round(self) -> int:
+        """The round that stage 0 works at."""
+        cores = [each.core for each in self.processes.values() if each.core is not None and 0 in each.core.members]
+        return max(core.members[0].log.next_round for core in cores)
+
+    def count_rounds(self) -> int:
+        """Count the messages of some rounds; returns how many rounds these are."""
+        self.run_until(WARM_UP_S)
+        begun, self._is_counting = self.next_round(), True
+        self.run_until(WARM_UP_S + COUNTED_S)
+        return self.next_round() - begun
+
+
+def main() -> None:
+    """Print a table for stages of several sizes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--samples", type=int, default=4, help="of each member of stage 0 in a round")
+    chosen = parser.parse_args()
+    print("| members of a stage | messages a round | KiB a round | most of the bytes |\n|---|---|---|---|")
+    for members in chosen.members:
+        calm = Calm(members, chosen.samples)
+        num_rounds = max(calm.count_rounds(), 1)
+        whole = sum(calm.num_bytes.values())
+        most = ", ".join(f"{kind} {count / whole:.0%}" for kind, count in calm.num_bytes.most_common(3))
+        messages, kib = sum(calm.sent.values()) / num_rounds, sum(calm.num_bytes.values()) / num_rounds / 1024
+        print(f"| {members} | {messages:.0f} | {kib:.0f} | {most} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
