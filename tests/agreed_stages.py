@@ -382,7 +382,7 @@ class Hall:
             found[reference.stages[0][0].optimizer_step] = states
 
         def update():
-            for rounds in reference._rounds:
+            for rounds in reference.rounds:
                 rounds._update()  # where updates are delayed, the last one has yet to come
 
         restart = next(iter(self.rigs.values())).peer.core.epoch.restart

@@ -101,6 +101,15 @@ class CheckpointGiver:
         return await self._give(checkpoint)
 
     async def _give(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        try:
+            given = await self._give_stages(checkpoint)
+        except UserError:  # of half of its stages nobody has any use
+            self._give_nothing()
+            raise
+        log.info("checkpoint_given optimizer_step=%d path=%s", checkpoint.optimizer_step, checkpoint.path)
+        return given
+
+    async def _give_stages(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         entries = await self._threads.run(entries_of, checkpoint.entries, checkpoint.round_number, self._statements)
         given = list[str]()
         for stage in range(self._manifest.stages.count):
@@ -116,7 +125,6 @@ class CheckpointGiver:
                     f"room there, or name another one in TMPDIR"
                 ) from error
             given.append(state.name.entry)
-        log.info("checkpoint_given optimizer_step=%d path=%s", checkpoint.optimizer_step, checkpoint.path)
         return tuple(given)
 
     def note_saved(self, names: frozenset[Snapshot], round_number: int) -> None:

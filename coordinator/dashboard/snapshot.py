@@ -106,6 +106,8 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         run["age_s"] = max(0, round(unix_s - known.begun_s, -1))
     if (found := watch.standstill) is not None and not known.ended:
         run["standstill"] = f"for {how_long(found, watch.seen_s)}: {in_words(found)}"
+    elif watch.waits_for and not known.ended:
+        run["standstill"] = f"waiting: {watch.waits_for}"
     if known.ended:
         run["ended"] = plain_text(known.ended, 300)
     return run
@@ -125,7 +127,7 @@ def _run_state(watch: RunWatch, known: Background) -> str:
         return "no peers"
     if watch.view.fewest_serving() == 0:
         return "waiting"
-    if watch.standstill is not None:
+    if watch.standstill is not None or watch.waits_for:
         return "standing"
     return "training" if watch.last_line or watch.current_samples else "starting"
 

@@ -14,9 +14,11 @@ from coordinator.checkpoints.run_names import RunNames
 from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
+from coordinator.watch.waiting import Electorate
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.timeline import Timeline
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -59,6 +61,8 @@ class AgreedRun:
         self._options = around.options
         self._giver = giver
         self._agreeing = agreeing
+        self._clock = around.context.clock
+        self._electorate = Electorate(around.dht.identity.peer_id)
         self.names = RunNames(
             taker=taker, giver=giver, statements=agreeing.agreement.statements, threads=around.context.threads
         )
@@ -120,6 +124,15 @@ class AgreedRun:
         """Unix seconds at which that was, roughly."""
         return self._agreeing.begun_s
 
+    def waits_for(self, view: SwarmView) -> str:
+        """For whom of those who vote on its epochs the run waits; empty if for nobody. To be asked again and again.
+
+        Args:
+            view: the run's peers
+        """
+        membership, now_s = self._agreeing.membership, self._clock.monotonic_s()
+        return self._electorate.look(membership.epoch, view, now_s, has_lease=membership.has_lease(now_s))
+
     async def run(self, fits: Fits, reached: Callable[[], tuple[int, int]]) -> None:
         """Take part in agreement, and give checkpoints where they are wanted, until cancelled.
 
@@ -150,7 +163,7 @@ class AgreedRun:
             UserError: there is no room for its states
         """
         entries = await self._giver.give(checkpoint)
-        # Peers may have come further since. What they have made meanwhile must not seem to be of the new rounds.
+        # Peers may have come further since, and their snapshots of that time must not seem to be of the new rounds.
         reached = known_round + MAX_ROUNDS_AHEAD + self._lag
         rounds = checkpoint.round_number, reached, self._agreeing.membership.epoch.restart.first_round
         self._agreeing.go_back(self._rules.restart(max(rounds), checkpoint.optimizer_step, entries))

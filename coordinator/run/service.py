@@ -332,6 +332,8 @@ class RunService:
         with self._going_on("invites"):
             await self._keep_invites()
         self.watch.observe_coordinator(coordination.newest)
+        if self._agreed is not None:
+            self.watch.observe_waiting(self._agreed.waits_for(self.watch.view))
         with self._going_on("journal"):
             if has_answer:  # a coordinator that is cut off from all peers would tell of their deaths
                 files.look(self.watch)

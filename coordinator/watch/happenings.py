@@ -37,6 +37,8 @@ MAX_TEXT = 400
 # While the run stands still, the newest cause is told so often; a peer that comes into trouble again and again, no more
 # often either.
 TELL_AGAIN_S = 600.0
+# In place of a stage, where the run waits for those who vote.
+NO_STAGE = -1
 
 
 class Event(TypedDict):
@@ -261,15 +263,18 @@ class Happenings:
 
     def _standstill(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
         found = watch.standstill
-        if found is None:
+        if found is None and not watch.waits_for:
             if self._stands is not None and watch.view.peers:
                 self._stands = None
                 yield make_event("goes_on", "The run goes on.", now_s)
             return
-        stands = found.stage, found.trouble
+        stands = (NO_STAGE, None) if found is None else (found.stage, found.trouble)
         if stands != self._stands or abs(now_s - self._stands_told_s) > TELL_AGAIN_S:  # the clock may be set back
             self._stands, self._stands_told_s = stands, now_s
-            yield make_event("stands_still", f"The run stands still: {in_words(found)}.", now_s, stage=found.stage)
+            if found is not None:
+                yield make_event("stands_still", f"The run stands still: {in_words(found)}.", now_s, stage=found.stage)
+            else:
+                yield make_event("stands_still", f"The run waits: {watch.waits_for}.", now_s)
 
     def _trouble(self, watch: RunWatch, now_s: float) -> Iterator[Event]:
         """Tell of peers in trouble, but for those that the run stands still for, which has been told."""

@@ -161,6 +161,8 @@ def _coordination(watch: RunWatch) -> str:
     lines = [_waits(empty)] if empty else _waits_to_begin(watch)
     if (found := watch.standstill) is not None:
         lines.append(f"the run stands still, for {how_long(found, watch.seen_s)}: {in_words(found)}")
+    if watch.waits_for:
+        lines.append(f"the run waits: {watch.waits_for}")
     if watch.coordination is not None:
         _, record = watch.coordination
         lines += [f"rebalancing: {plain_text(record.reason, 300)}"] if record.reason and not empty else []

@@ -43,6 +43,7 @@ class RunWatch:
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written, or has found at its
             beginning; None if none
         standstill: that the run stands still, if it does
+        waits_for: for whom of those who vote on its epochs the run waits; empty if for nobody, or as far as is known
         troubled: the peers that have been in trouble for a while
         divergence: that its weights have diverged, if all peers that have to know it say so
         returns: how often the run has gone back to earlier rounds, and the optimizer step up to which its lines held
@@ -62,6 +63,7 @@ class RunWatch:
         self.begun_at = 0
         self.checkpoint_step: int | None = None
         self.standstill: Standstill | None = None
+        self.waits_for = ""
         self.divergence: Standstill | None = None
         self.troubled: list[PeerView] = []
         self.returns = 0, 0
@@ -181,6 +183,10 @@ class RunWatch:
     def observe_coordinator(self, newest: tuple[Term, CoordinationRecord] | None) -> None:
         """Take in the newest term and the last record of its coordinator, for the summary."""
         self.coordination = newest
+
+    def observe_waiting(self, waits_for: str) -> None:
+        """Take in for whom of those who vote the run waits."""
+        self.waits_for = "" if self.has_finished else waits_for
 
     def observe_checkpoint(self, optimizer_step: int) -> None:
         """Take in that there is a checkpoint."""

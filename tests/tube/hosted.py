@@ -22,10 +22,10 @@ from coordinator.watch.ending import ENDED_BY_OPERATOR
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest
+from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.startup import choose_first_stage
 from swarm_peer.wire.codecs import encoded_bytes
 from swarm_peer.wire.identity import Identity

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from coordinator.run.service import RunService
     from swarm_peer.protocol.statements import EpochId, Seat
     from swarm_peer.runtime.assembly import PeerParts
-    from swarm_peer.runtime.peer import Peer
     from swarm_peer.runtime.network.agreement import Agreement
+    from swarm_peer.runtime.peer import Peer
 
 # The tasks of a dead host must have ended after this time.
 BURIAL_S = 120.0

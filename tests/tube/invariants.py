@@ -29,17 +29,17 @@ from swarm_peer.policy.view import PeerState
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Contribution, Entry, Name, base_of, repeats
 from swarm_peer.protocol.member import Member
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.peer import Peer
-from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.stage.executor import StageExecutor
-from swarm_peer.runtime.state.states import StageSources
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
-from swarm_peer.runtime.step.round_reports import RoundReports
+from swarm_peer.runtime.state.states import StageSources
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import SeatWeights
 from swarm_peer.runtime.step.giving import Giving
+from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
 from swarm_peer.wire.ledger_codec import read_ledger
 

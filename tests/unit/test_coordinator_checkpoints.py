@@ -1,6 +1,5 @@
 """What was saved comes back; what is damaged is told in one line, and the checkpoint before it is taken."""
 
-import asyncio
 import dataclasses
 import itertools
 import json
@@ -25,20 +24,16 @@ import torch
 from given_states import Gullible
 from memory_transport import MemoryNetwork
 from safetensors import SafetensorError
-from swarm_peer.runtime.state.claims import list_snapshots
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 from coordinator.checkpoints import file_store as checkpoint_files
 from coordinator.checkpoints import folder as checkpoint_folder
-from coordinator.checkpoints import giver, state_receiver
+from coordinator.checkpoints import state_receiver
 from coordinator.checkpoints import writer as checkpointing
 from coordinator.checkpoints.fetching import fetch_snapshots
-from coordinator.checkpoints.giver import CheckpointGiver, tell_changes
-from coordinator.checkpoints.resumed import RESUMED, find_resumed, note_resumed
+from coordinator.checkpoints.resumed import RESUMED, find_resumed, note_resumed, tell_changes
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan, CheckpointWriter, Duty, plan_checkpoints
-from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordinator_options import CheckpointOptions
 from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
@@ -48,11 +43,14 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.protocol.epochs import BEGINNING
+from swarm_peer.protocol.log import Close, Committed, Cut, Entry
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemThreads
+from swarm_peer.runtime.network.agreement import NO_EPOCH
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.state.index import StageState
-from swarm_peer.wire.messages import ListSnapshotsReply
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
+from swarm_peer.runtime.state.stored import write_stored
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64)
 
@@ -94,7 +92,6 @@ def state_of(stage, round_number):
         tensors=tensors,
         timeline=Timeline(2, 1, 1),
         ledger=ledger,
-        lineage=b"\x00\xffdigest",
     )
 
 
@@ -902,6 +899,11 @@ class SmallMachine:
         return tensors
 
 
+async def until(condition):
+    while not condition():  # noqa: ASYNC110
+        await anyio.sleep(0.001)
+
+
 async def test_the_first_state_has_no_room_where_all_have_none(tmp_path, monkeypatch):
     """Peers would send what there is room for in vain. What the first ones have taken is not asked for once more."""
     machine = SmallMachine(tmp_path, monkeypatch)
@@ -939,8 +941,46 @@ async def test_a_state_that_is_too_large_for_its_stage_takes_no_room(tmp_path, m
 # --- of a live run ----------------------------------------------------------------------------------------------------
 
 
-async def is_stranger(caller):
-    return False
+async def is_member(caller):
+    return True
+
+
+class Names:
+    """Believes a state that carries an entry."""
+
+    def __init__(self):
+        self.offered = []
+
+    async def check(self, stage, state):
+        if state.entry != entry_of(stage, state.round_number):
+            raise InvalidMessage("not what the entry names")
+
+    async def check_together(self, states):
+        if len({state.round_number for state in states}) != 1:
+            raise InvalidMessage("they do not fit together")
+
+    async def saved(self, states):
+        self.offered.append(states[0].optimizer_step)
+
+
+def entry_of(stage, round_number):
+    return f"the entry of stage {stage} that ends round {round_number}".encode()
+
+
+def named(stage, state):
+    """A state with an entry that names it."""
+    cut = Cut(
+        stage=stage,
+        round=state.round_number,
+        epoch=NO_EPOCH,
+        attempt=0,
+        parent=state.history_hash,
+        root="root",
+        base=(),
+        averages=False,
+        parts=(),
+    )
+    return NamedState(Committed(Entry(cut, ""), (), Close(state.round_number, ())), state)
 
 
 class Run:
@@ -957,6 +997,7 @@ class Run:
         )
         self.store = CheckpointStore(str(folder / "checkpoints"))
         self.saved = []
+        self.names = Names()
         self.told = []
         self.promises = Promises()
         self.begun_at = 0
@@ -968,17 +1009,33 @@ class Run:
             observe_checkpoint=self.saved.append,
         )
 
-    async def add(self, peer_id, stage, round_number, timeline, tensors=None):
-        state = dataclasses.replace(state_of(stage, round_number), timeline=timeline)
+    async def add(self, peer_id, stage, round_number, timeline=FIRST_TIMELINE, tensors=None, own=False):
+        """Add a peer that keeps a snapshot.
+
+        Args:
+            own: its replica is in that state, which no entry names
+        """
+        entry = b"" if own else entry_of(stage, round_number)
+        state = dataclasses.replace(state_of(stage, round_number), timeline=timeline, entry=entry)
         if tensors is not None:
             state = dataclasses.replace(state, tensors=tensors)
-        store = SnapshotStore(
+        storage = FolderStorage(self.folder / peer_id)
+        store = NamedSnapshots(
             clock=SystemClock(),
             threads=SystemThreads(),
-            storage=FolderStorage(self.folder / peer_id),
-            is_member=is_stranger,
+            storage=storage,
+            is_member=is_member,
+            restart=lambda: BEGINNING,
         )
-        await store.store_snapshot(stage, state)
+        if own:
+            stored = write_stored(storage, "own", stage, state)
+
+            async def find(call):
+                return stored
+
+            store.sources[stage] = SimpleNamespace(find=find, stored={stored.key: stored})
+        else:
+            await store.keep(named(stage, state))
         await self.network.transport(peer_id).serve(CallDispatcher(manifest_hash=self.manifest.hash, calls=store.calls))
         self.peers.append(
             PeerView(peer_id=peer_id, stage=stage, state=PeerState.SERVING, round_number=60, optimizer_step=60)
@@ -1008,6 +1065,7 @@ class Run:
                 tell=self.told.append,
                 promises=self.promises,
             ),
+            names=self.names,
         )
         writer._receiver = self.receiver
         return writer
@@ -1086,24 +1144,23 @@ async def run(tmp_path):
         yield run
 
 
-async def test_snapshots_from_before_and_after_a_rewind_make_one_checkpoint(run):
-    """One peer has taken the same weights anew, where the run went on from them."""
-    states = [await run.add("a", 0, 60, FIRST_TIMELINE), await run.add("b", 1, 77, Timeline(77, 60, 60))]
+async def test_a_checkpoint_is_made_of_the_snapshots_that_entries_name(run):
+    states = [await run.add("a", 0, 60), await run.add("b", 1, 60)]
     await run.save()
     assert run.saved == [60], "the watch is told"
+    assert run.names.offered == [60], "and whoever offers it"
     assert run.receiver.num_allocated == 2, "they may be larger than the memory here"
     checkpoint = run.store.newest(run.manifest)
     assert (checkpoint.optimizer_step, checkpoint.round_number) == (60, 60)
+    assert checkpoint.entries == (entry_of(0, 60), entry_of(1, 60))
     for stage, state in enumerate(states):
-        assert_same(
-            checkpoint.load_stage(stage), dataclasses.replace(state, round_number=60, timeline=Timeline(60, 60, 60))
-        )
+        assert_same(checkpoint.load_stage(stage), state)
 
 
 async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(run):
     """Anybody may have these, and they take no memory of the peers."""
-    await run.add("a", 0, 60, FIRST_TIMELINE)
-    await run.add("b", 1, 50, FIRST_TIMELINE)
+    await run.add("a", 0, 60)
+    await run.add("b", 1, 50)
     resolved = ResolvedManifest.of(run.manifest)
 
     class Receiver(Gullible):
@@ -1112,11 +1169,11 @@ async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(ru
                 raise InvalidMessage("does not fit")
 
     receiver = Receiver(resolved, SystemThreads())
-    with pytest.raises(SwarmError, match=r"no snapshots of all stages .*of 60 updates, stages 0.*snapshot_every=10"):
+    with pytest.raises(SwarmError, match=r"no snapshots of all stages .*of stage 0.*snapshot_every=10"):
         await fetch_snapshots(run.network.transport("anybody"), run, resolved, receiver)
     expected = [await run.add("c", 0, 50, FIRST_TIMELINE), await run.add("d", 1, 50, FIRST_TIMELINE)]
-    await run.add("liar", 1, 5000, FIRST_TIMELINE)
-    await run.add("z", 1, 50, FIRST_TIMELINE, tensors={})
+    await run.add("liar", 1, 5000)
+    await run.add("z", 1, 50, tensors={})
     for stage, state in enumerate(await fetch_snapshots(run.network.transport("anybody"), run, resolved, receiver)):
         assert_same(state, expected[stage])
     assert receiver.num_allocated >= 2, "they may be larger than the memory here"
@@ -1125,7 +1182,7 @@ async def test_a_live_run_is_exported_from_the_newest_snapshots_of_all_stages(ru
 async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
     """It is what was due as the coordinator began: the one before it may have died while it wrote that."""
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     writer, may_save = run.writer(), threading.Event()
     save = run.store.save
 
@@ -1142,7 +1199,7 @@ async def test_what_is_being_saved_can_be_waited_for(run, monkeypatch):
             await writer.finish()
         assert waited.cancelled_caught
         for name, stage in (("c", 0), ("d", 1)):
-            await run.add(name, stage, 70, FIRST_TIMELINE)
+            await run.add(name, stage, 70)
         run.reach(70)  # the run's last step: its checkpoint is due as the one before is still being written
         may_save.set()
         await writer.finish()
@@ -1171,8 +1228,8 @@ async def test_a_coordinator_that_comes_back_complains_of_nothing_that_was_due_b
 async def test_a_quick_run_gets_the_checkpoint_before_the_newest_and_is_told_of_those_before(run, monkeypatch):
     """Peers keep their last two snapshots."""
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 30, FIRST_TIMELINE)
-        await run.add(f"{name}'", stage, 40, FIRST_TIMELINE)
+        await run.add(name, stage, 30)
+        await run.add(f"{name}'", stage, 40)
     run.reach(1)
     async with run.written(monkeypatch, every=10) as looks:
         await looks()
@@ -1184,7 +1241,7 @@ async def test_a_quick_run_gets_the_checkpoint_before_the_newest_and_is_told_of_
 
 async def test_the_newest_checkpoint_does_not_wait_for_the_one_before(run, monkeypatch):
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 40, FIRST_TIMELINE)
+        await run.add(name, stage, 40)
     run.reach(1)
     async with run.written(monkeypatch, every=10) as looks:
         await looks()
@@ -1242,7 +1299,7 @@ async def test_a_checkpoint_whose_line_of_metrics_is_forgotten_is_not_missed(run
 async def test_what_was_saved_is_not_fetched_again(run, monkeypatch):
     """A coordinator is started again soon after it has saved a checkpoint. Another round's would be another one."""
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     run.store.save(60, run.manifest, states_of(59))
     run.begun_at = 55
     run.reach(60)
@@ -1261,7 +1318,7 @@ async def test_a_store_that_does_not_answer_has_nothing(run, monkeypatch, caplog
 
     monkeypatch.setattr(run.store, "newest_that", newest_that)
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     run.begun_at = 55
     run.reach(60)
     async with run.written(monkeypatch, every=10):
@@ -1272,7 +1329,7 @@ async def test_a_store_that_does_not_answer_has_nothing(run, monkeypatch, caplog
 
 async def test_after_a_rewind_what_holds_is_not_saved_again_and_what_is_made_anew_is(run, monkeypatch):
     for name, stage, round_number in (("a", 0, 30), ("b", 1, 30), ("c", 0, 60), ("d", 1, 60)):
-        await run.add(name, stage, round_number, FIRST_TIMELINE)
+        await run.add(name, stage, round_number)
     run.reach(1)
     async with run.written(monkeypatch, every=30) as looks:
         for optimizer_step in (30, 60, 55):  # peers have no snapshots of step 30 any more when it is at 55
@@ -1292,7 +1349,7 @@ async def test_after_a_rewind_what_holds_is_not_saved_again_and_what_is_made_ane
 async def test_no_checkpoint_waits_for_one_that_the_run_has_gone_back_before(run, monkeypatch):
     """Until the run has come there again, there may be many, and its stages may be lost once more."""
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 30, FIRST_TIMELINE)
+        await run.add(name, stage, 30)
     run.reach(1)
     async with run.written(monkeypatch, every=30) as looks:
         await anyio.sleep(0.02)
@@ -1303,26 +1360,27 @@ async def test_no_checkpoint_waits_for_one_that_the_run_has_gone_back_before(run
         await looks()
         assert run.told == ["The checkpoint of optimizer step 30 is saved."]
         for name, stage in (("c", 0), ("d", 1)):
-            await run.add(name, stage, 60, FIRST_TIMELINE)
+            await run.add(name, stage, 60)
         run.reach(60)
         await looks()
         assert run.told[1:] == ["The checkpoint of optimizer step 60 is saved."]
 
 
 async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
-    """The run stands still there, and a peer may still be writing its snapshot."""
+    """The run stands still there, and a peer may still be making its last update. No entry names these weights."""
     training = run.manifest.training.model_copy(update={"steps": 60})
     run.manifest = run.manifest.model_copy(update={"training": training})
-    await run.add("a", 0, 60, FIRST_TIMELINE)
+    await run.add("a", 0, 60, own=True)
 
     async def sleep(seconds):
-        await run.add("b", 1, 60, FIRST_TIMELINE)
+        await run.add("b", 1, 60, own=True)
 
     monkeypatch.setattr(
         checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
     )
     await run.save()
     assert run.saved == [60]
+    assert run.names.offered == []
 
 
 async def test_while_a_stage_is_waited_for_others_are_not_fetched_again_and_again(run, monkeypatch):
@@ -1342,7 +1400,7 @@ async def test_while_a_stage_is_waited_for_others_are_not_fetched_again_and_agai
     of_first, of_last = [run.network.num_calls("state_chunk", peer) for peer in "ab"]
     assert of_first == 2 * of_last > 0, "once before it is known that another one lacks, and once with that"
     for stage, state in enumerate(states):
-        assert_same(run.store.newest().load_stage(stage), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
+        assert_same(run.store.newest().load_stage(stage), state)
 
 
 @pytest.mark.parametrize("change", [{"acts": False}, {"created_at_round": lambda step: 70}])
@@ -1350,7 +1408,7 @@ async def test_a_checkpoint_that_others_have_to_write_or_of_a_round_that_is_give
     run, monkeypatch, change
 ):
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     tries = []
 
     def fail(*args):
@@ -1376,7 +1434,7 @@ async def test_a_checkpoint_that_others_have_to_write_or_of_a_round_that_is_give
 async def test_a_checkpoint_fails_soon_where_there_is_no_room(run, monkeypatch, num_failures):
     """Each try may download states in vain; and who offers the first one may lie about its size."""
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     failures, pauses = [NoRoom("the disk is full")] * num_failures, []
 
     class Receiver(Gullible):
@@ -1403,7 +1461,7 @@ async def test_a_checkpoint_fails_soon_where_there_is_no_room(run, monkeypatch, 
 @pytest.mark.parametrize("num_failures", [2, 9])
 async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run, monkeypatch, num_failures):
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     save, failures, pauses = run.store.save, [UserError("no network")] * num_failures, []
 
     def fail_first(*args):
@@ -1431,7 +1489,7 @@ async def test_a_checkpoint_is_written_again_if_the_disk_fails_for_a_moment(run,
 async def test_nothing_is_saved_if_another_coordinator_may_act_when_the_states_have_come(run, monkeypatch, is_due):
     monkeypatch.setattr(checkpointing, "SAVE_PAUSES_S", (0.001, 0.001))
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     fetch_all = CheckpointWriter._fetch_all
 
     async def fetch_slowly(*args):
@@ -1446,7 +1504,7 @@ async def test_nothing_is_saved_if_another_coordinator_may_act_when_the_states_h
 
 async def test_states_that_have_come_are_kept_while_it_is_not_known_who_acts(run, monkeypatch):
     for name, stage in (("a", 0), ("b", 1)):
-        await run.add(name, stage, 60, FIRST_TIMELINE)
+        await run.add(name, stage, 60)
     fetch, fetched, pauses = CheckpointWriter._fetch, [], []
 
     async def fetch_last(writer, transport, stage, weights):
@@ -1468,8 +1526,8 @@ async def test_states_that_have_come_are_kept_while_it_is_not_known_who_acts(run
 
 async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypatch):
     """Nor does the coordinator end of it: it waits until somebody gives the right one."""
-    await run.add("a", 0, 60, FIRST_TIMELINE)
-    await run.add("liar", 1, 77, Timeline(77, 50, 60))
+    await run.add("a", 0, 60)
+    await run.add("liar", 1, 77, Timeline(77, 60, 60))
     expected = []
 
     async def sleep(seconds):
@@ -1480,7 +1538,7 @@ async def test_who_gives_a_state_of_other_updates_is_not_believed(run, monkeypat
     )
     await run.save()
     [state] = expected
-    assert_same(run.store.newest().load_stage(1), dataclasses.replace(state, timeline=Timeline(60, 60, 60)))
+    assert_same(run.store.newest().load_stage(1), state)
 
 
 @pytest.mark.parametrize(
@@ -1497,12 +1555,12 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
     resolved = ResolvedManifest.of(run.manifest)
     run.receiver = StateReceiver(resolved, SystemThreads())
     tensors = [StageTrainer(resolved, spec, blank=True).state() for spec in resolved.specs]
-    await run.add("a", 0, 60, FIRST_TIMELINE, tensors[0])
-    await run.add("liar", 1, 60, FIRST_TIMELINE, damage(tensors[1]))
+    await run.add("a", 0, 60, tensors=tensors[0])
+    await run.add("liar", 1, 60, tensors=damage(tensors[1]))
 
     async def sleep(seconds):
         assert not run.saved
-        await run.add("b", 1, 60, FIRST_TIMELINE, tensors[1])
+        await run.add("b", 1, 60, tensors=tensors[1])
 
     monkeypatch.setattr(
         checkpointing, "anyio", SimpleNamespace(sleep=sleep, to_thread=anyio.to_thread, Lock=anyio.Lock)
@@ -1514,357 +1572,52 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
     assert all(bool(tensor.isfinite().all()) for tensor in loaded.values())
 
 
-# --- given to peers ---------------------------------------------------------------------------------------------------
+# --- what a run is resumed from ---------------------------------------------------------------------------------------
 
 
-class Lost:
-    """A run whose stages have as many peers as a test says, and a coordinator that gives checkpoints."""
-
-    def __init__(self, folder, monkeypatch):
-        sleep = anyio.sleep
-        monkeypatch.setattr(giver, "anyio", SimpleNamespace(sleep=lambda seconds: sleep(0.001)))
-        self.manifest = MANIFEST
-        self.store = CheckpointStore(str(folder / "checkpoints"))
-        self.peers, self.rounds, self.beginning, self.num_looks = [1, 1], [9, 9], FIRST_TIMELINE, 0
-        self.state, self.leaps, self.reply = PeerState.SERVING, 0, None
-        self.lines = set()  # of metrics.jsonl: optimizer steps, and the rounds that made them
-        self.network = MemoryNetwork()
-        (folder / "given").mkdir()
-        self.giver = CheckpointGiver(self.manifest, CoordinatorContext(), folder / "given")
-
-    def save(self, optimizer_step, round_number):
-        self.store.save(optimizer_step, self.manifest, states_of(round_number))
-        self.lines.add((optimizer_step, round_number - 1))
-
-    def damage(self, checkpoint):
-        (damaged,) = Path(checkpoint.path).glob("*1.safetensors")
-        damaged.write_bytes(damaged.read_bytes()[:-1])
-
-    def is_of_run(self, optimizer_step, round_number):
-        return round_number > self.beginning.first_round and (optimizer_step, round_number - 1) in self.lines
-
-    def peers_by_stage(self):
-        self.num_looks += 1
-        return self.peers
-
-    @property
-    def view(self):
-        """The peers of a stage are all in the same round, but for the third one."""
-        self.num_looks += 1
-        peers = tuple(
-            PeerView(
-                peer_id=f"peer{stage}{number}",
-                stage=stage,
-                state=self.state,
-                round_number=self.rounds[stage] + (self.leaps if number == 2 else 0),
-            )
-            for stage, count in enumerate(self.peers)
-            for number in range(count)
-        )
-        return SwarmView(2, peers)
-
-    async def stand_at(self, timeline, round_number, snapshots=()):
-        """The first peer of each stage says that it is there."""
-        is_first, self.reply = (
-            self.reply is None,
-            ListSnapshotsReply(
-                round_number=round_number,
-                timeline_first_round=timeline.first_round,
-                timeline_first_optimizer_step=timeline.first_optimizer_step,
-                timeline_created_at_round=timeline.created_at_round,
-                snapshots=snapshots,
-            ),
-        )
-
-        async def answer(caller, op, body, tensors):
-            return Reply(self.reply.model_dump())
-
-        for stage, _ in enumerate(self.peers if is_first else ()):
-            await self.network.transport(f"peer{stage}0").serve(answer)
-
-    async def looks(self, count=20):
-        seen = self.num_looks
-        await until(lambda: self.num_looks >= seen + count)
-
-    async def gives(self, *checkpoints):
-        """Wait until it gives these, and a while longer."""
-        await until(lambda: self.given() == set(checkpoints))
-        await self.looks()
-        assert self.given() == set(checkpoints)
-        replies = await list_snapshots(self.manifest.hash, self.network.transport("peer"), ["coordinator"])
-        assert {tuple(known) for known in replies["coordinator"].snapshots} == {
-            (stage, round_number, optimizer_step) for round_number, optimizer_step in checkpoints for stage in range(2)
-        }
-
-    def given(self):
-        return {(ref.created_at_round, ref.optimizer_step) for ref, _ in self.giver._snapshots.snapshots()}
+def saved(folder, manifest, optimizer_step):
+    """A checkpoint in a run's folder."""
+    store = CheckpointStore(str(folder / "checkpoints"))
+    store.save(optimizer_step, manifest, states_of(optimizer_step))
+    return store.newest(manifest)
 
 
-async def until(condition):
-    while not condition():  # noqa: ASYNC110
-        await anyio.sleep(0.001)
-
-
-@pytest.fixture
-async def lost(tmp_path, monkeypatch):
-    lost = Lost(tmp_path, monkeypatch)
-    async with lost.network:
-        transport = lost.network.transport("coordinator")
-        await transport.serve(lost.giver.dispatcher)
-        giving = lost.giver.give_when_lost(transport, lost.store, lost.is_of_run, lost)
-        task = asyncio.ensure_future(giving)
-        yield lost
-        task.cancel()
-
-
-async def test_the_newest_checkpoint_is_given_while_a_stage_has_no_peers(lost):
-    lost.save(5, 5)
-    lost.save(9, 9)
-    await lost.looks()
-    await lost.gives()
-    lost.peers = [1, 0]
-    await lost.gives((9, 9))
-
-
-async def test_no_checkpoint_is_given_that_the_run_did_not_make_or_has_gone_back_from(lost):
-    """Another run of the same manifest may have used the same store."""
-    lost.save(9, 9)
-    lost.save(5, 12)
-    lost.lines.remove((9, 8))
-    lost.peers = [1, 0]
-    await lost.gives((12, 5))
-
-
-async def test_a_checkpoint_that_comes_late_is_given(lost):
-    lost.peers = [1, 0]
-    await lost.looks()
-    await lost.gives()
-    lost.save(5, 5)
-    await lost.gives((5, 5))
-
-
-async def test_after_the_next_loss_a_newer_checkpoint_takes_its_place(lost):
-    """The first newcomer after that loss must not begin with the old one: then only it could."""
-    lost.save(3, 3)
-    lost.peers, lost.rounds = [0, 0], [3, 3]
-    await lost.gives((3, 3))
-    lost.peers = [1, 1]
-    await lost.gives((3, 3))
-    lost.rounds = [7, 6]
-    await lost.gives((3, 3))
-    lost.rounds = [7, 7]
-    await lost.gives()
-    lost.save(6, 6)
-    lost.peers = [0, 1]
-    await lost.gives((6, 6))
-
-
-@pytest.mark.parametrize("round_number", [5, 8])
-async def test_where_peers_have_not_come_to_the_newest_checkpoint_they_get_it_once(lost, caplog, round_number):
-    """The stage that is lost was further than they are: they go forward."""
-    caplog.set_level("INFO")
-    lost.save(6, 6)
-    await lost.stand_at(FIRST_TIMELINE, round_number)
-    lost.peers = [0, 1]
-    await lost.gives((6, 6))
-    lost.save(9, 9)
-    await lost.gives((9, 9))
-    await lost.looks(200)
-    assert caplog.text.count("checkpoint_given") == 2, "a download of it would be cut off"
-
-
-async def test_a_checkpoint_that_peers_have_gone_back_from_makes_way_for_an_earlier_one(lost):
-    """Until the run makes updates again, its lines do not tell."""
-    lost.save(6, 6)
-    lost.save(9, 9)
-    lost.peers = [0, 1]
-    await lost.gives((9, 9))
-    await lost.stand_at(Timeline(20, 6, 6), 20)
-    await lost.gives((6, 6))
-
-
-async def test_a_checkpoint_is_given_that_the_snapshots_which_are_left_allow(lost):
-    """No peer serves any more. One that moves has a snapshot of since the run has gone back."""
-    lost.save(6, 6)
-    lost.save(9, 9)
-    await lost.stand_at(Timeline(20, 6, 6), 20, snapshots=((1, 21, 7),))
-    lost.peers, lost.state = [0, 1], PeerState.JOINING
-    await lost.gives((6, 6))
-
-
-async def test_a_checkpoint_that_could_not_be_given_is_given_later(lost, monkeypatch):
-    lost.save(9, 9)
-    failures = failing_to_give(lost, monkeypatch, [OSError("the disk is full")])
-    lost.peers = [0, 1]
-    await until(lambda: not failures)
-    await lost.gives((9, 9))
-
-
-async def test_while_a_newer_checkpoint_cannot_be_given_the_older_one_is(lost, monkeypatch, caplog):
-    lost.save(3, 3)
-    await lost.stand_at(FIRST_TIMELINE, 9)
-    lost.peers = [0, 1]
-    await lost.gives((3, 3))
-    failures = failing_to_give(lost, monkeypatch, [OSError("it is gone")])
-    lost.save(6, 6)
-    await until(lambda: not failures)
-    await lost.gives((3, 3))
-    await lost.looks(200)
-    assert caplog.text.count("it is gone") == 1, "a download of the older one would be cut off"
-    lost.save(9, 9)
-    await lost.gives((9, 9))
-
-
-async def test_where_no_newer_checkpoint_can_be_given_what_the_run_was_resumed_from_is(lost, monkeypatch):
-    lost.save(3, 3)
-    lost.beginning = await lost.giver.resume(lost.store.newest(), 5)
-    lost.lines.clear()
-    lost.save(6, 12)
-    failures = failing_to_give(lost, monkeypatch, [OSError("the disk is full")])
-    lost.peers = [0, 1]
-    await until(lambda: not failures)
-    await lost.gives((lost.beginning.created_at_round, 3))
-
-
-async def test_a_checkpoint_that_the_run_has_gone_back_from_is_given_no_more(lost):
-    """A peer began before that was given, and the run will take long to come to its round again."""
-    lost.save(3, 3)
-    lost.save(900, 900)
-    lost.peers = [0, 1]
-    await lost.gives((900, 900))
-    lost.lines.remove((900, 899))
-    lost.peers, lost.rounds = [1, 1], [20, 20]
-    await lost.stand_at(Timeline(13, 3, 3), 20)
-    await lost.gives((3, 3))
-    lost.save(15, 25)
-    await lost.gives((25, 15))
-
-
-def failing_to_give(lost, monkeypatch, failures):
-    """Have the coordinator fail to give as many checkpoints, after the first stage."""
-    store = lost.giver._snapshots.store_snapshot
-
-    async def store_some(stage, state):
-        if failures and stage == 1:
-            raise failures.pop()
-        await store(stage, state)
-
-    monkeypatch.setattr(lost.giver._snapshots, "store_snapshot", store_some)
-    return failures
-
-
-async def test_a_peer_that_claims_a_later_round_does_not_have_a_checkpoint_given_for_ever(lost):
-    lost.save(6, 6)
-    lost.peers, lost.leaps = [0, 3], 500
-    await lost.gives((6, 6))
-    lost.peers, lost.rounds = [1, 3], [13, 13]
-    await lost.gives()
-
-
-async def test_an_announcement_of_a_far_round_does_not_have_a_checkpoint_given_for_ever(lost):
-    lost.save(6, 6)
-    await lost.stand_at(FIRST_TIMELINE, 9)
-    lost.peers, lost.rounds = [0, 1], [9, 500]
-    await lost.gives((6, 6))
-    lost.peers, lost.rounds = [1, 1], [13, 13]
-    await lost.gives()
-
-
-async def test_a_newer_checkpoint_takes_the_place_of_an_older_one_until_peers_begin_with_that(lost):
-    """It was being written as the stage was lost, or could not be read."""
-    lost.save(3, 3)
-    lost.peers = [0, 1]
-    await lost.stand_at(FIRST_TIMELINE, 9)
-    await lost.gives((3, 3))
-    lost.save(6, 6)
-    await lost.gives((6, 6))
-    await lost.stand_at(Timeline(13, 6, 6), 13)
-    lost.save(9, 9)
-    await lost.gives((6, 6))
-
-
-async def test_no_checkpoint_takes_the_place_of_another_one_while_no_peer_answers(lost):
-    """They may have begun with that one."""
-    lost.save(6, 6)
-    lost.peers = [0, 1]
-    await lost.gives((6, 6))
-    lost.save(9, 9)
-    await lost.gives((6, 6))
-
-
-async def test_a_checkpoint_is_given_until_all_stages_have_gone_back(lost):
-    """A stage that has not may have no snapshot of its own."""
-    lost.save(6, 6)
-    lost.peers = [0, 1]
-    await lost.gives((6, 6))
-    lost.peers, lost.rounds = [1, 1], [13, 12]
-    await lost.gives((6, 6))
-    lost.rounds = [13, 13]
-    await lost.gives()
-
-
-async def test_no_checkpoint_of_a_run_that_was_given_up_is_given(lost):
-    lost.beginning = Timeline(8, 3, 8)
-    lost.save(8, 8)
-    lost.peers = [0, 1]
-    await lost.looks()
-    await lost.gives()
-
-
-async def test_a_store_that_does_not_answer_is_asked_again(lost, monkeypatch):
-    lost.save(3, 3)
-    find, failures = lost.store.newest_that, [UserError("no answer"), UserError("no answer")]
-
-    def answer_late(*asked):
-        if failures:
-            raise failures.pop()
-        return find(*asked)
-
-    monkeypatch.setattr(lost.store, "newest_that", answer_late)
-    lost.peers = [0, 1]
-    await lost.gives((3, 3))
-
-
-async def test_what_has_changed_since_a_checkpoint_is_told(lost, caplog):
+def test_what_has_changed_since_a_checkpoint_is_told(tmp_path, caplog):
     """Somebody may have left a `--set` out of the command."""
-    lost.save(3, 3)
-    checkpoint = lost.store.newest(lost.manifest)
-    tell_changes(checkpoint, lost.manifest)
+    checkpoint = saved(tmp_path, MANIFEST, 3)
+    tell_changes(checkpoint, MANIFEST)
     assert "setting_changed" not in caplog.text
-    training = lost.manifest.training.model_copy(update={"steps": 999})
-    tell_changes(checkpoint, lost.manifest.model_copy(update={"training": training}))
+    training = MANIFEST.training.model_copy(update={"steps": 999})
+    tell_changes(checkpoint, MANIFEST.model_copy(update={"training": training}))
     [told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
-    assert told == f"setting_changed setting=training.steps checkpoint={lost.manifest.training.steps} now=999"
+    assert told == f"setting_changed setting=training.steps checkpoint={MANIFEST.training.steps} now=999"
 
 
-async def test_more_steps_move_the_learning_rate_which_is_told(lost, caplog):
+def test_more_steps_move_the_learning_rate_which_is_told(tmp_path, caplog):
     """The schedule is over the run's steps: one that is at its end is high up again."""
-    schedule = lost.manifest.schedule.model_copy(update={"name": "cosine"})
-    lost.manifest = lost.manifest.model_copy(update={"schedule": schedule})
-    last = lost.manifest.training.steps - 1
-    lost.save(last, last)
-    checkpoint = lost.store.newest(lost.manifest)
-    training = lost.manifest.training.model_copy(update={"steps": 2 * (last + 1)})
-    tell_changes(checkpoint, lost.manifest.model_copy(update={"training": training}))
+    schedule = MANIFEST.schedule.model_copy(update={"name": "cosine"})
+    manifest = MANIFEST.model_copy(update={"schedule": schedule})
+    last = manifest.training.steps - 1
+    checkpoint = saved(tmp_path, manifest, last)
+    training = manifest.training.model_copy(update={"steps": 2 * (last + 1)})
+    tell_changes(checkpoint, manifest.model_copy(update={"training": training}))
     [_, told] = [record.getMessage() for record in caplog.records if "setting_changed" in record.getMessage()]
-    highest = lost.manifest.optimizer.learning_rate
+    highest = manifest.optimizer.learning_rate
     assert told.startswith(f"setting_changed setting=the learning rate at optimizer step {last} checkpoint=")
     was, now = (float(part) for part in told.partition("checkpoint=")[2].split(" now="))
     assert was == pytest.approx(0.1 * highest)
     assert 0.5 * highest < now < 0.6 * highest
 
 
-async def test_what_a_run_was_resumed_from_is_found_again(lost, tmp_path, monkeypatch, caplog):
-    lost.save(3, 3)
-    checkpoint = lost.store.newest(lost.manifest)
-    timeline = await lost.giver.resume(checkpoint, 3)
+def test_what_a_run_was_resumed_from_is_found_again(tmp_path, monkeypatch, caplog):
+    checkpoint, timeline = saved(tmp_path, MANIFEST, 3), Timeline(53, 3, 53)
     assert find_resumed(tmp_path, timeline) is None, "nobody has noted anything"
     monkeypatch.chdir(tmp_path)
     note_resumed(tmp_path, find_checkpoint("checkpoints/step-00000003"), timeline)
     monkeypatch.chdir("/")
     assert find_resumed(tmp_path, timeline).path == checkpoint.path
     assert find_resumed(tmp_path, dataclasses.replace(timeline, first_round=99)) is None
-    lost.store.save(3, lost.manifest, states_of(12))
+    CheckpointStore(str(tmp_path / "checkpoints")).save(3, MANIFEST, states_of(12))
     assert find_resumed(tmp_path, timeline) is None, "another checkpoint of that step has taken its place"
     assert not caplog.text
     shutil.rmtree(tmp_path / "checkpoints")
@@ -1881,58 +1634,3 @@ def test_a_store_that_is_no_disk_is_found_again(world, tmp_path):
     timeline = Timeline(53, 3, 53)
     note_resumed(tmp_path, world.store().newest(), timeline)
     assert find_resumed(tmp_path, timeline).load_stage(0).round_number == 3
-
-
-async def test_what_a_run_was_resumed_from_is_given_again_until_there_is_a_newer_checkpoint(lost, tmp_path):
-    lost.save(3, 3)
-    checkpoint = lost.store.newest(lost.manifest)
-    lost.beginning = Timeline(53, 3, 53)
-    note_resumed(tmp_path, checkpoint, lost.beginning)
-    lost.save(5, 53)  # of before, or of another run
-    await lost.giver.give_again(tmp_path, lost.beginning, lost.store, lost.is_of_run)
-    await lost.gives((53, 3))
-    lost.giver._snapshots.give_up(-1, 99)
-    await lost.giver.give_again(tmp_path, lost.beginning, None, lost.is_of_run)
-    await lost.gives((53, 3))
-    lost.giver._snapshots.give_up(-1, 99)
-    lost.save(6, 56)
-    await lost.giver.give_again(tmp_path, lost.beginning, lost.store, lost.is_of_run)
-    await lost.gives()
-
-
-async def test_a_coordinator_whose_disk_is_full_runs_on_without_giving_again(lost, tmp_path, monkeypatch, caplog):
-    lost.save(3, 3)
-    note_resumed(tmp_path, lost.store.newest(lost.manifest), Timeline(53, 3, 53))
-
-    async def full(*_):
-        raise OSError(ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(lost.giver._snapshots, "store_snapshot", full)
-    await lost.giver.give_again(tmp_path, Timeline(53, 3, 53), None, lost.is_of_run)
-    assert "checkpoint_not_given" in caplog.text
-    assert "do not fit into the temporary folder" in caplog.text
-
-
-async def test_of_a_checkpoint_of_which_a_file_is_damaged_nothing_is_given(lost):
-    """Half of it would be waited for."""
-    lost.save(3, 3)
-    checkpoint = lost.store.newest(lost.manifest)
-    lost.damage(checkpoint)
-    with pytest.raises(checkpoint_folder.CheckpointDamaged):
-        await lost.giver.give(checkpoint, Timeline(53, 3, 53))
-    await lost.gives()
-
-
-async def test_what_a_resumed_run_begins_with_stays_while_the_store_does_not_answer(lost, monkeypatch):
-    lost.save(3, 3)
-    lost.beginning = await lost.giver.resume(lost.store.newest(lost.manifest), 3)
-    asked = []
-
-    def no_answer(*_):
-        asked.append(1)
-        raise UserError("no answer")
-
-    monkeypatch.setattr(lost.store, "newest_that", no_answer)
-    lost.peers = [0, 1]
-    await until(lambda: len(asked) > 1)
-    await lost.gives((lost.beginning.first_round, 3))

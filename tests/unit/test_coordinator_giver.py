@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -275,6 +276,48 @@ async def test_without_room_nothing_is_given(house):
     (house.folder / "scratch").write_text("in the way")
     with pytest.raises(UserError, match="do not fit into the temporary folder"):
         await giver.give(checkpoint)
+
+
+@with_house
+async def test_of_a_checkpoint_of_which_a_file_is_damaged_nothing_is_offered(house):
+    """Half of it would be waited for."""
+    checkpoint = await house.save()
+    damaged = Path(checkpoint.path) / "stage-001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    giver, membership = house.giver(), house.coordinator.core.membership
+    with pytest.raises(CheckpointDamaged):
+        await giver.give(checkpoint)
+    await giver._look(membership, house.offered())
+    assert membership.holds[2] == giver.snapshots.names == frozenset()
+
+
+@with_house
+async def test_a_coordinator_whose_disk_is_full_or_whose_store_does_not_answer_looks_again(house):
+    """Its peers may have all that they need."""
+    checkpoint = await house.save()
+    giver, part = house.giver(), house.coordinator.agreement
+    entries = await house.giver(name="other").give(checkpoint)
+    restart = house.restart_from(checkpoint, entries)
+    part.announce_by_key(part.core.epoch.places, restart)
+    offered = house.offered(reached=lambda: (0, 0))
+    (house.folder / "scratch").write_text("in the way")
+    failures = [UserError("no network")]
+    newest_that = house.store.newest_that
+
+    def fail_first(*asked):
+        if failures:
+            raise failures.pop()
+        return newest_that(*asked)
+
+    house.store.newest_that = fail_first
+    for _ in range(2):
+        await giver._look(giver.membership, offered)
+        assert giver._lacks(restart)
+        giver._retry_s = 0.0
+    assert not failures
+    (house.folder / "scratch").unlink()
+    await giver._look(giver.membership, offered)
+    assert not giver._lacks(restart)
 
 
 # --- checkpoints that are written

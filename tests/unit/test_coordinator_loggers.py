@@ -22,6 +22,7 @@ from memory_transport import MemoryNetwork
 from coordinator.checkpoints.writer import NO_CHECKPOINTS
 from coordinator.cli import app
 from coordinator.run import local, service
+from coordinator.run.agreeing import EpochsFile, Kept
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.events import RunEvents
 from coordinator.run.run_options import RunOptions
@@ -33,9 +34,12 @@ from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch, Place
+from swarm_peer.protocol.statements import EpochId, KeySigned, Seat
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.pass_checker import PassChecker
+from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
 ROOT = Path(__file__).parents[2]
@@ -468,8 +472,20 @@ class FakeDHT:
     async def fetch(self, *_):
         return {}
 
+    async def fetch_coordination(self, run_id):
+        return {}
+
     async def learn_revocations(self, run_id):
         pass
+
+
+def note_epochs(folder):
+    """Leave the note of a coordinator whose run has begun."""
+    key = Identity.load_or_create(folder / "identity")
+    seat = Seat(key.peer_id, 1, "")
+    epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),), begun=(0,))
+    certified = Certified(epoch, (Statements(key.peer_id, key).sign(KeySigned(epoch.hash)),))
+    EpochsFile(folder, key.peer_id).write(Kept(BEGINNING, (certified,)))
 
 
 class Acting:
@@ -523,6 +539,7 @@ async def serve_three_steps(folder, monkeypatch, *, resume=False, told=None, on_
 async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resume, expected):
     """A coordinator that comes back hears of old steps again."""
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(a_line(step)) + "\n" for step in (1, 2)))
+    note_epochs(tmp_path)
     told = []
     assert await serve_three_steps(tmp_path, monkeypatch, resume=resume, told=told) == 1
     assert told == expected
@@ -533,6 +550,7 @@ async def test_the_service_tells_of_new_lines_alone(tmp_path, monkeypatch, resum
 async def test_a_model_that_was_saved_by_the_killed_coordinator_is_not_saved_again(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(a_line(MANIFEST.training.steps) | {"time": 1e10}) + "\n")
     (tmp_path / "model").mkdir()
+    note_epochs(tmp_path)
     assert await serve_three_steps(tmp_path, monkeypatch, resume=True) == 0
 
 

@@ -15,9 +15,12 @@ from coordinator.watch.journal import Journal
 from coordinator.watch.live_view import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.summary import summarise
+from coordinator.watch.waiting import PATIENCE_S, Electorate
 from swarm_peer.policy.standstill import STANDS_S
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.protocol.epochs import COORDINATORS, Epoch, Place
+from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.runtime.host.metrics import PeerMetrics
 
 WORDS = "every microbatch fails: the loss is not finite"
@@ -182,3 +185,60 @@ def test_samples_that_count_speak_for_a_run_whose_other_peer_is_idle(counts, sta
         progress = {"b": record(round_number=1, samples=number if counts else 0)}
         watch.observe(SwarmView(2, (FAILING, idle, OTHER)), progress, 100.0 + 10 * number)
     assert (watch.standstill is not None) == stands
+
+
+# --- waiting for those who vote
+
+
+ME, ANNA, BEA = (Seat(f"12D3KooW{name}", 1, "") for name in ("coordinator", "annaanna", "beabeabea"))
+BEGUN = Epoch(EpochId(1, ME, 0), (Place(COORDINATORS, ME), Place(0, ANNA), Place(1, BEA)))
+
+
+def view_of(*seats):
+    """The peers of these seats, as they announce themselves."""
+    found = [replace(peer(seat.peer, stage), name=seat.peer[8:12]) for stage, seat in enumerate((ANNA, BEA))]
+    return SwarmView(2, tuple(each for each in found if each.peer_id in {seat.peer for seat in seats}))
+
+
+def test_voters_that_are_gone_are_named_once_they_have_been_silent_for_a_while():
+    electorate = Electorate(ME.peer)
+    assert electorate.look(BEGUN, view_of(ANNA, BEA), 0.0, has_lease=True) == ""
+    assert electorate.look(BEGUN, view_of(), 1.0, has_lease=False) == ""
+    gone = electorate.look(BEGUN, view_of(), 1.0 + PATIENCE_S, has_lease=False)
+    assert gone == "most of those who vote are gone: anna (…annaanna), beab (…eabeabea)"
+    assert electorate.look(BEGUN, view_of(), 2.0 + PATIENCE_S, has_lease=True) == ""
+    assert electorate.look(BEGUN, view_of(), 3.0 + PATIENCE_S, has_lease=False) == "", "anew"
+
+
+def test_voters_that_still_announce_themselves_are_only_silent():
+    electorate = Electorate(ME.peer)
+    electorate.look(BEGUN, view_of(ANNA, BEA), 0.0, has_lease=False)
+    words = electorate.look(BEGUN, view_of(ANNA, BEA), PATIENCE_S, has_lease=False)
+    assert words == "most of those who vote are silent"
+
+
+def test_another_coordinator_and_a_peer_that_was_never_seen_have_no_names():
+    other = Seat("12D3KooWthe-other", 1, "")
+    epoch = replace(
+        BEGUN, places=(*BEGUN.places, Place(COORDINATORS, other), Place(0, Seat("12D3KooWnever-seen", 1, "")))
+    )
+    electorate = Electorate(ME.peer)
+    electorate.look(epoch, view_of(ANNA, BEA), 0.0, has_lease=False)
+    words = electorate.look(epoch, view_of(ANNA, BEA), PATIENCE_S, has_lease=False)
+    assert words == "most of those who vote are gone: a coordinator (…he-other), peer (…ver-seen)"
+
+
+def test_it_is_told_for_whom_the_run_waits(tmp_path):
+    told, watch = Told(tmp_path), make_watch()
+    watch.observe(SwarmView(2, (replace(peer("a", 0), note=""), OTHER)), {}, 1.0)
+    watch.observe_waiting("most of those who vote are silent")
+    text = "The run waits: most of those who vote are silent."
+    assert told.look(watch, 1.0) == [("stands_still", text)]
+    assert told.look(watch, 2.0) == []
+    run = make_snapshot(watch, Background(given={}, labels={}), 2.0)["run"]
+    assert (run["state"], run["standstill"]) == ("standing", "waiting: most of those who vote are silent")
+    output = io.StringIO()
+    Console(file=output, width=120).print(run_table(watch))
+    assert "the run waits: most of those who vote are silent" in output.getvalue()
+    watch.observe_waiting("")
+    assert told.look(watch, 3.0) == [("goes_on", "The run goes on.")]

@@ -29,9 +29,9 @@ from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.runtime.state import states
-from swarm_peer.runtime.state.states import StateServer, StageMates, StageSources
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.state.roots import root_of
+from swarm_peer.runtime.state.states import StageMates, StageSources, StateServer
 from swarm_peer.runtime.step.workplace import timeline_of
 from swarm_peer.wire.codecs import encode, encode_tokens
 from swarm_peer.wire.identity import Identity
