@@ -141,9 +141,9 @@ class Invariants:
         return batch
 
     def _computed_one(self, executor: StageExecutor, entered: Any, microbatch: Any, *_: Any) -> None:
-        if executor._agreed is not None and microbatch.id in entered.counted:
-            me = executor._agreed._agreement.core.membership.me
-            member = executor._agreed._agreement.core.members.get(executor._trainer.spec.index)
+        if executor._work is not None and microbatch.id in entered.counted:
+            me = executor._work._agreement.core.membership.me
+            member = executor._work._agreement.core.members.get(executor._trainer.spec.index)
             number = entered.number if member is None else member.work.decided_in(entered.number)
             place = executor._trainer.spec.index, Name(me, number)
             self.records.computed.setdefault(microbatch.id, set()).add(place)

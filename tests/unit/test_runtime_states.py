@@ -31,7 +31,8 @@ from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.runtime.state import states
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.state.roots import root_of
-from swarm_peer.runtime.state.states import StageMates, StageSources, StateServer
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.states import StageMates, StageSources
 from swarm_peer.runtime.step.workplace import timeline_of
 from swarm_peer.wire.codecs import encode, encode_tokens
 from swarm_peer.wire.identity import Identity
@@ -44,7 +45,7 @@ STAGE = 1
 class Replica:
     """A peer's replica of a stage, at the head of a log."""
 
-    def __init__(self, network, resolved, log, agreed=None):
+    def __init__(self, network, resolved, log, work=None):
         self.identity, self.log = Identity.generate(), log
         self.context = make_context(resolved, identity=self.identity)
         self.transport = network.transport(self.identity.peer_id)
@@ -60,7 +61,7 @@ class Replica:
             next_stage=None,
             capacity=capacity,
             replies_kept=8,
-            agreed=agreed,
+            work=work,
         )
         self.core = ReplicaCore(
             trainer=self.trainer,

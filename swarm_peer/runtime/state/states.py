@@ -15,7 +15,7 @@ import anyio
 import torch
 from torch import Tensor
 
-from swarm_peer.errors import InvalidMessage
+from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer, max_state_bytes
 from swarm_peer.policy.data.ledger import Ledger
