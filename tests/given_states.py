@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 from contexts import begin_round
-from swarm_peer.runtime.state.snapshot_keeper import SnapshotKeeper
-from swarm_peer.runtime.state.snapshot_store import SnapshotStore
 
 from coordinator.checkpoints.state_receiver import StateReceiver
 from swarm_peer.policy.step_state import StepState
+from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.runtime.stage.rounds import RoundBook
+from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.state.state_server import StateServer
 
 
 class GivenStates:
     """The state server of one replica, whose rounds are what a test says, and the snapshots of its peer.
 
-    Attributes of the snapshot store can be had from it directly.
-
     Attributes:
+        kept: the averages that its driver keeps, with their entry, by round
         strangers: callers that take no part in the run
     """
 
-    def __init__(self, context, trainer, device_thread, store=None):
+    def __init__(self, context, trainer, device_thread):
         self.rounds = RoundBook(context.changed)
         self.core = SimpleNamespace(
             stage=trainer.spec.index, trainer=trainer, device_thread=device_thread, rounds=self.rounds
         )
-        self.server = StateServer(context=context, core=self.core)
+        self.kept = {}
+        self.server = StateServer(context=context, core=self.core, kept=self.kept.get)
         self.strangers = set()
-        self.store = store or SnapshotStore(
-            clock=context.clock, threads=context.threads, storage=context.storage, is_member=self.is_member
+        self.store = NamedSnapshots(
+            clock=context.clock,
+            threads=context.threads,
+            storage=context.storage,
+            is_member=self.is_member,
+            restart=lambda: BEGINNING,
         )
-        self.store.sources = {trainer.spec.index: self.server}
+        self.store.sources[trainer.spec.index] = self.server
 
     async def is_member(self, caller):
         return caller not in self.strangers
 
-    def __getattr__(self, name):
-        return getattr(self.store, name)
+    @property
+    def calls(self):
+        return self.store.calls
 
     @property
     def current(self):
@@ -61,12 +65,6 @@ class GivenStates:
     def forget_state(self):
         """Be a replica without weights."""
         self.rounds.step = StepState()
-
-    async def take_snapshot(self, round_number):
-        keeper = SimpleNamespace(_state_server=self.server, _snapshots=self.store, _stage=self.core.stage)
-        keeper._store = partial(SnapshotKeeper._store, keeper)
-        keeper._complain = lambda words: None
-        return await SnapshotKeeper.take_snapshot(keeper, round_number)
 
 
 class Gullible(StateReceiver):

@@ -25,7 +25,7 @@ from coordinator.run import found_runs
 from swarm_peer.errors import InvalidMessage, SwarmError, UserError, machine_fault
 from swarm_peer.runtime.network.transport import check_body, error_from_body
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import GreetCall
+from swarm_peer.wire.messages import AgreeCall
 from swarm_peer.wire.passes import Invite
 
 log = logging.getLogger(__name__)
@@ -98,11 +98,11 @@ def stderr(monkeypatch):
 
 def test_what_a_member_sends_makes_no_line_of_the_log_and_commands_no_terminal(stderr):
     with pytest.raises(InvalidMessage) as caught:
-        check_body(GreetCall, {FORGED: 1})
+        check_body(AgreeCall, {FORGED: 1})
     log.warning("invalid_message peer=a reason=%s", caught.value)
     log.info("peer_avoided reason=%s", error_from_body({"code": "failed", "message": FORGED, "round_number": None}))
     invalid, avoided = stderr.getvalue().splitlines()
-    assert re.match(r"[-\d]{10} [:\d]{8},\d{3} WARN(ING)? invalid_message peer=a reason=GreetCall: ", invalid)
+    assert re.match(r"[-\d]{10} [:\d]{8},\d{3} WARN(ING)? invalid_message peer=a reason=AgreeCall: ", invalid)
     assert SAID in invalid
     assert avoided.endswith(f" INFO peer_avoided reason={SAID}")
 

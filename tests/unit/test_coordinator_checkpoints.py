@@ -1554,7 +1554,7 @@ async def test_a_checkpoint_is_made_of_states_that_peers_would_take_over(run, mo
     caplog.set_level(logging.INFO)
     resolved = ResolvedManifest.of(run.manifest)
     run.receiver = StateReceiver(resolved, SystemThreads())
-    tensors = [StageTrainer(resolved, spec, blank=True, agreed=True).state() for spec in resolved.specs]
+    tensors = [StageTrainer(resolved, spec, blank=True).state() for spec in resolved.specs]
     await run.add("a", 0, 60, tensors=tensors[0])
     await run.add("liar", 1, 60, tensors=damage(tensors[1]))
 

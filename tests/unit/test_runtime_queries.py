@@ -36,7 +36,7 @@ from swarm_peer.runtime.stage.executor import IDLE_S, LONGEST_QUERY_PAUSE_S, QUE
 from swarm_peer.runtime.stage.stage_server import MAX_QUERIES, MAX_QUERIES_OF_ONE
 from swarm_peer.wire.codecs import encode_tokens
 from swarm_peer.wire.identity import Identity
-from swarm_peer.wire.messages import MAX_COUNTS, MicrobatchCall
+from swarm_peer.wire.messages import MicrobatchCall
 
 LLAMA = {
     "model_type": "llama",
@@ -129,7 +129,7 @@ class Fixture:
             "num_samples": SAMPLES,
             "length": LENGTH,
             "timeout_s": 20.0,
-            "counts": (),
+            "base": (),
         }
         return MicrobatchCall.model_construct(**fields | change)
 
@@ -221,7 +221,7 @@ async def test_the_runs_codecs_are_used(codec):
         (0, {}, (encode_tokens(with_value(tokens(), VOCABULARY)),), InvalidMessage, "vocabulary"),
         (0, {"mode": "predict"}, (encode_tokens(with_value(tokens()[:, 1:].clone(), -1)),), InvalidMessage, "vocabul"),
         (0, {"round_number": 5}, (encode_tokens(tokens()),), NotServing, "too far behind round 5"),
-        (0, {"counts": (("x", b"y"),) * (MAX_COUNTS + 1)}, (encode_tokens(tokens()),), InvalidMessage, "counts"),
+        (0, {"base": ("head",) * 257}, (encode_tokens(tokens()),), InvalidMessage, "base"),
         (1, {}, (encode_tokens(tokens()),), InvalidMessage, "were expected"),
         (1, {"length": 3}, (encode_tokens(tokens()[:, :4]), hidden()), InvalidMessage, "were expected"),
         (

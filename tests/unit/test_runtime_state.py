@@ -15,37 +15,28 @@ import torch
 from contexts import MovedClock, make_context, unparsed
 from given_states import GivenStates
 from memory_transport import MemoryNetwork
-from swarm_peer.policy.recovery import FIRST_TIMELINE, SNAPSHOTS_KEPT, SnapshotRef, Timeline
-from swarm_peer.policy.voting import AveragingVote
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, PeerUnreachable
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer, max_state_bytes
-from swarm_peer.policy.run_progress import MAX_ROUND
-from swarm_peer.policy.step_state import StepState
+from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, check_body, pack_fields, unpack_fields
 from swarm_peer.runtime.stage.device_thread import DeviceThread, Priority
 from swarm_peer.runtime.state import index as state_index
-from swarm_peer.runtime.state import snapshot_store as snapshots
+from swarm_peer.runtime.state import named_snapshots as snapshots
 from swarm_peer.runtime.state import state_server
 from swarm_peer.runtime.state import transfer as state_transfer
-from swarm_peer.runtime.state.index import StageState
-from swarm_peer.runtime.state.joining import take_snapshot
 from swarm_peer.runtime.state.state_server import (
     LEASE_S,
     MAX_ROUNDS_BEHIND,
     MAX_STATES_HELD,
-    MAX_UPDATES_RETAINED,
-    MOST_STATES_BYTES,
     RETAIN_S,
 )
 from swarm_peer.runtime.state.stored import make_stored
 from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, Memory, fetch_state
 from swarm_peer.wire.messages import (
-    ListSnapshotsCall,
-    ListSnapshotsReply,
     StateChunkCall,
     StateEntry,
     StateIndex,
@@ -88,11 +79,6 @@ NUM_CHUNKS = sum(
 CLOCK = MovedClock()
 
 
-def anew(before, trainer):
-    """What a donor gives away once it has moved, without a state."""
-    return GivenStates(before.context, trainer, before.device_thread, before.donor.store)
-
-
 class Donor:
     """A peer that gives states away; all with the same `fill` and round give the same one."""
 
@@ -124,26 +110,12 @@ class Donor:
                 return await handle(caller, check_body(call, body), tensors)
         raise AssertionError(op)
 
-    async def goes_on(self, fill, gradient=None, *, is_wanted=False, averages=True):
+    async def goes_on(self, fill):
         """End a round, as a peer does."""
-        gradients = [torch.full((5, 7), float(fill)) if gradient is None else gradient] if averages else []
-        await self.donor.server.retain_update(
-            gradients, f"history_hash of {float(fill)}", b"ledger", is_wanted=is_wanted
-        )
+        self.donor.kept[self.round_number] = f"history_hash of {float(fill)}", [torch.full((5, 7), float(fill))]
         self.trainer.optimizer_step += 1
         self.trainer.fill = float(fill)
         self.enter(self.round_number + 1, self.donor.current.timeline)
-
-    def files(self):
-        """Of snapshots."""
-        return sorted(path.name for path in self.folder.iterdir()) if self.folder.exists() else []
-
-    def state_of(self, optimizer_step, fill=1.0, timeline=FIRST_TIMELINE):
-        """A state of some stage, to be kept."""
-        round_number = optimizer_step - timeline.first_optimizer_step + timeline.first_round
-        return StageState(
-            round_number, f"history_hash of {fill}", FakeTrainer(fill, optimizer_step).state(), timeline, b"ledger"
-        )
 
 
 class World:
@@ -164,9 +136,7 @@ class World:
         max_bytes=10_000,
         stage=STAGE,
         rng=None,
-        max_round=MAX_ROUND,
         optimizer_step=None,
-        timeline=None,
         how=MappingProxyType({}),
         **wanted,
     ):
@@ -174,8 +144,8 @@ class World:
         call = StateIndexCall(manifest=HASH, of_stage=stage, **wanted)
         ids = [getattr(donor, "peer_id", donor) for donor in donors]
         me = self.network.transport("me")
-        limits = {"max_bytes": max_bytes, "max_round": max_round, "optimizer_step": optimizer_step}
-        return await fetch_state(me, ids, call, **limits, timeline=timeline, rng=rng or InOrder(), **how)
+        limits = {"max_bytes": max_bytes, "optimizer_step": optimizer_step}
+        return await fetch_state(me, ids, call, **limits, rng=rng or InOrder(), **how)
 
     async def call(self, donor, body):
         return await self.network.transport("me").call(donor.peer_id, body, timeout_s=5.0)
@@ -312,15 +282,15 @@ async def test_which_donors_are_asked_is_up_to_chance(world):
         ),
         (
             {"op": "state_index", "tamper": changed_index(lambda index: {"round_number": 2})},
-            "at round 2, created in round 2; wanted",
+            "at round 2; wanted",
         ),
         (
             {"op": "state_index", "tamper": changed_index(lambda index: {"timeline_first_round": 4})},
-            "created in round 3; wanted",
+            "at round 3; wanted",
         ),
         (
             {"op": "state_index", "tamper": changed_index(lambda index: {"timeline_first_optimizer_step": 1})},
-            "created in round 3; wanted",
+            "at round 3; wanted",
         ),
         ({"op": "state_index", "tamper": changed_index(with_entry(0, dtype="object"))}, "weight of type object"),
         (
@@ -439,16 +409,6 @@ async def test_a_donor_that_claims_to_be_ahead_and_gives_nothing_is_left(world):
     world.network.fault(op="state_chunk", to="a", times=100, fail=PeerUnreachable("gone"))
     assert_state_of(await world.fetch(liar, good), good)
     assert 0 < world.chunks_from(liar) <= CHUNKS_IN_FLIGHT
-
-
-async def test_a_state_of_a_round_that_the_run_cannot_be_in_is_refused(world):
-    """Those who were asked first are not all who may have it."""
-    liars = [await world.donor(name, round_number=2**40 - 1, fill=7) for name in "abc"]
-    good = await world.donor("d")
-    assert_state_of(await world.fetch(*liars, good, max_round=3), good)
-    with pytest.raises(CallError, match=f"offered a state of round {2**40 - 1}, and the run cannot be beyond 3 yet"):
-        await world.fetch(*liars, max_round=3)
-    assert_state_of(await world.fetch(*liars), liars[0])
 
 
 async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
@@ -648,58 +608,17 @@ async def test_a_download_that_began_before_an_optimizer_step_is_not_torn_by_it(
     assert_equal(state.tensors, before)
 
 
-class HeldThreads:
-    """Worker threads whose results come when they are released."""
-
-    def __init__(self):
-        self.begun, self.released = anyio.Event(), anyio.Event()
-
-    async def run(self, function, *args):
-        self.begun.set()
-        await self.released.wait()
-        return function(*args)
-
-
-async def test_a_snapshot_does_not_wait_until_the_state_for_a_newcomer_is_hashed(world, monkeypatch):
+async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock):
     donor = await world.donor("a")
-    threads = HeldThreads()
-    monkeypatch.setattr(donor.donor.server, "_threads", threads)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(world.index_of, donor)
-        await threads.begun.wait()
-        with anyio.fail_after(10.0):
-            assert (await donor.donor.server.copy_state()).optimizer_step == donor.donor.current.optimizer_step
-        threads.released.set()
-
-
-async def test_the_event_loop_does_not_copy_an_update(world, monkeypatch):
-    donor = await world.donor("a")
-    await world.index_of(donor)
-    threads = HeldThreads()
-    monkeypatch.setattr(donor.donor.server, "_threads", threads)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(donor.goes_on, 5.0)
-        await threads.begun.wait()
-        assert not donor.donor.server._updates
-        threads.released.set()
-    assert len(donor.donor.server._updates) == 1
-
-
-@pytest.mark.parametrize("is_kept", [False, True], ids=["a state", "which is a snapshot, too"])
-async def test_a_state_is_kept_for_as_long_as_peers_download_it(world, clock, is_kept):
-    donor = await world.donor("a")
-    if is_kept:
-        assert await donor.donor.take_snapshot(3)
     name, _ = await world.index_of(donor)
     chunk = StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0)
     for fill in range(5):
         clock.passed_s += RETAIN_S - 1
         await donor.goes_on(fill)
+        donor.donor.server._drop_expired()
         await world.call(donor, chunk)
-    assert len(donor.donor.server._updates) == 5
     clock.passed_s += RETAIN_S + 1
-    await donor.goes_on(9)
-    donor.donor.forget(SnapshotRef(STAGE, 3, 3))
+    donor.donor.server._drop_expired()
     with pytest.raises(NotServing, match="this is not kept here any more"):
         await world.call(donor, chunk)
     assert donor.donor.server.stored == {}
@@ -842,20 +761,6 @@ async def test_a_state_that_is_ahead_of_its_history_hash_is_not_given_away(world
 # --- what strangers get, and what members can hold --------------------------------------------------------------------
 
 
-async def test_strangers_get_snapshots_and_nothing_that_takes_memory(world):
-    donor = await world.donor("a")
-    await donor.donor.take_snapshot(3)
-    await world.fetch(donor)
-    await donor.goes_on(2.0)
-    donor.donor.strangers.add("me")
-    held = set(donor.donor.server.stored)
-    for wanted in ({}, {"min_round": 4}, {"kind": "update", "min_round": 3}):
-        with pytest.raises(CallError, match="no announcement of this peer has been seen here yet"):
-            await world.fetch(donor, **wanted)
-    assert set(donor.donor.server.stored) == held
-    assert (await world.fetch(donor, created_at_round=3)).round_number == 3
-
-
 async def test_a_state_is_not_held_for_ever_whatever_is_asked_of_it(world, clock):
     donor = await world.donor("a")
     name, _ = await world.index_of(donor)
@@ -864,12 +769,13 @@ async def test_a_state_is_not_held_for_ever_whatever_is_asked_of_it(world, clock
         await world.call(donor, chunk)
         clock.passed_s += RETAIN_S / 2
         await donor.goes_on(fill)
+        donor.donor.server._drop_expired()
     await world.call(donor, chunk)
     clock.passed_s += RETAIN_S / 2 + 1
-    await donor.goes_on(99.0)
+    donor.donor.server._drop_expired()
     with pytest.raises(NotServing, match="this is not kept here any more"):
         await world.call(donor, chunk)
-    assert donor.donor.server.stored == donor.donor.server._updates == {}
+    assert donor.donor.server.stored == {}
 
 
 async def test_a_large_state_is_held_for_as_long_as_its_download_takes(world, clock, monkeypatch):
@@ -881,10 +787,10 @@ async def test_a_large_state_is_held_for_as_long_as_its_download_takes(world, cl
     for _ in range(int(6 * LEASE_S / RETAIN_S) - 1):
         await world.call(donor, chunk)
         clock.passed_s += RETAIN_S / 2
-        await donor.goes_on(2.0)
+        donor.donor.server._drop_expired()
     await world.call(donor, chunk)
     clock.passed_s += RETAIN_S / 2 + 1
-    await donor.goes_on(3.0)
+    donor.donor.server._drop_expired()
     assert name not in donor.donor.server.stored
 
 
@@ -894,69 +800,48 @@ async def test_a_state_is_dropped_in_the_middle_of_a_long_round(world, clock, mo
     await world.fetch(donor)
     await donor.goes_on(2.0)
     assert donor.donor.server.stored
-    assert donor.donor.server._updates
     clock.passed_s += RETAIN_S + 1
     expiring = asyncio.ensure_future(donor.donor.server.run())
-    while donor.donor.server.stored or donor.donor.server._updates:  # noqa: ASYNC110
+    while donor.donor.server.stored:  # noqa: ASYNC110
         await asyncio.sleep(0)
     expiring.cancel()
-
-
-async def test_what_is_held_takes_the_memory_of_a_few_states_at_most(world, monkeypatch):
-    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    donor = await world.donor("a")
-    state_bytes = sum(tensor.nbytes for tensor in donor.trainer.state().values())
-    largest, fewest = 0, MAX_UPDATES_RETAINED
-    await world.index_of(donor)
-    for fill in range(20):
-        await donor.goes_on(fill)
-        if fill == 10:
-            await world.index_of(donor, min_round=donor.round_number)
-        server = donor.donor.server
-        held = sum(tensor.nbytes for stored in server._held().values() for tensor in stored.tensors)
-        largest = max(largest, held + sum(u.tensors["00000"].nbytes for u in server._updates.values()))
-        assert donor.round_number - 1 in server._updates, "the newest stay"
-        fewest = min(fewest, len(server._updates)) if fill > 4 else fewest
-    assert largest <= MOST_STATES_BYTES * state_bytes
-    assert fewest == 2 * state_bytes // (4 * 5 * 7), "beside two states"
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------
 
 
-async def test_updates_are_retained_only_while_a_state_is_being_downloaded(world, clock):
+async def test_an_update_is_given_for_as_long_as_it_is_kept(world):
     donor = await world.donor("a")
     await donor.goes_on(2.0)
+    update = await world.fetch(donor, kind="update", min_round=3)
+    assert (update.round_number, update.history_hash, update.ledger) == (3, "history_hash of 2.0", b"")
+    assert_equal(update.tensors, {"00000": torch.full((5, 7), 2.0)})
+    await world.fetch(donor, kind="update", min_round=3)
+    assert len(donor.donor.server.stored) == 1, "it is hashed once"
+    del donor.donor.kept[3]
     with pytest.raises(CallError, match="the update of round 3 is not kept here"):
         await world.fetch(donor, kind="update", min_round=3)
-    await world.fetch(donor)
     await donor.goes_on(3.0)
-    update = await world.fetch(donor, kind="update", min_round=4)
-    assert (update.round_number, update.history_hash, update.ledger) == (4, "history_hash of 3.0", b"ledger")
-    assert_equal(update.tensors, {"00000": torch.full((5, 7), 3.0)})
-    clock.passed_s += RETAIN_S + 1
-    await donor.goes_on(4.0)
-    for round_number in (4, 5):
-        with pytest.raises(CallError, match=f"the update of round {round_number} is not kept here"):
-            await world.fetch(donor, kind="update", min_round=round_number)
-    assert donor.donor.server._updates == {}
+    await world.fetch(donor, kind="update", min_round=4)
+    assert [stored.index.round_number for stored in donor.donor.server.stored.values()] == [4], "it made room"
 
 
-async def test_an_update_that_a_newcomer_takes_over_is_kept_for_it(world, clock, monkeypatch):
-    """Its download may be long over, in a long round; and the update may be large."""
-    monkeypatch.setattr("swarm_peer.runtime.state.state_server.SMALL_BYTES", 8)
+async def test_strangers_get_nothing_that_takes_memory(world):
     donor = await world.donor("a")
-    await donor.goes_on(2.0, is_wanted=True)
-    assert (await world.fetch(donor, kind="update", min_round=3)).history_hash == "history_hash of 2.0"
-    clock.passed_s += RETAIN_S + 1
-    await donor.goes_on(3.0)
-    assert donor.donor.server._updates == {}
+    await world.fetch(donor)
+    await donor.goes_on(2.0)
+    donor.donor.strangers.add("me")
+    held = set(donor.donor.server.stored)
+    for wanted in ({}, {"min_round": 4}, {"kind": "update", "min_round": 3}):
+        with pytest.raises(CallError, match="this peer knows of no place of yours in the run"):
+            await world.fetch(donor, **wanted)
+    assert set(donor.donor.server.stored) == held
 
 
 async def test_no_update_waits_until_a_state_is_hashed(world, monkeypatch):
     """A newcomer that has its state would ask in vain, and download it anew."""
     donor, may_hash = await world.donor("a"), threading.Event()
-    await donor.goes_on(2.0, is_wanted=True)
+    await donor.goes_on(2.0)
 
     def slowly(stage, kind, state):
         assert kind == "update" or may_hash.wait(10)
@@ -970,103 +855,10 @@ async def test_no_update_waits_until_a_state_is_hashed(world, monkeypatch):
         may_hash.set()
 
 
-async def test_a_snapshot_that_is_kept_is_no_download(world):
-    donor = await world.donor("a")
-    assert await donor.donor.take_snapshot(3)
-    await donor.goes_on(2.0)
-    assert donor.donor.server._updates == {}
-
-
-async def test_an_update_is_no_download_either(world, clock):
-    """Or updates would be retained for ever, once there is one."""
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    await donor.goes_on(2.0)
-    clock.passed_s += RETAIN_S - 1
-    await world.fetch(donor, kind="update", min_round=3)
-    clock.passed_s += 2
-    await donor.goes_on(3.0)
-    assert donor.donor.server._updates == {}
-
-
-async def test_an_update_that_is_voted_on_is_waited_for(world):
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    ending = donor.donor.rounds.current
-    ending.attempt, ending.vote = 0, AveragingVote(0, "history_hash of 2.0")
-    asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
-    await anyio.wait_all_tasks_blocked()
-    assert not asking.done()
-    await donor.goes_on(2)
-    assert (await asking).history_hash == "history_hash of 2.0"
-
-
-async def test_an_update_that_is_tried_again_is_not_waited_for(world):
-    """The stage-mates may wait for the peer that asks."""
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    ending = donor.donor.rounds.current
-    ending.attempt, ending.vote = 0, AveragingVote(0, None)
-    asking = asyncio.ensure_future(world.fetch(donor, kind="update", min_round=3))
-    await anyio.wait_all_tasks_blocked()
-    ending.attempt = 1
-    donor.changed.notify()
-    with pytest.raises(CallError, match="the update of round 3 is not kept"):
-        await asking
-
-
-async def test_an_update_is_a_copy(world):
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    gradient = torch.ones(5, 7)
-    await donor.goes_on(2.0, gradient)
-    gradient.zero_()  # the trainer does with it what it wants
-    update = await world.fetch(donor, kind="update", min_round=3)
-    assert torch.equal(update.tensors["00000"], torch.ones(5, 7))
-
-
-async def test_few_updates_are_retained(world):
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    for round_number in range(3, 3 + MAX_UPDATES_RETAINED):
-        await donor.goes_on(round_number)
-        await world.fetch(donor, kind="update", min_round=round_number)
-    await donor.goes_on(99)
-    assert sorted(donor.donor.server._updates) == list(range(4, 4 + MAX_UPDATES_RETAINED))
-    assert sum(offer.index.kind == "update" for offer in donor.donor.server.stored.values()) == MAX_UPDATES_RETAINED - 1
-    with pytest.raises(CallError, match="the update of round 3 is not kept here"):
-        await world.fetch(donor, kind="update", min_round=3)
-    await world.fetch(donor, kind="update", min_round=4)
-
-
-async def test_rounds_without_an_average_are_kept_for_who_was_left_behind(world, clock):
-    donor = await world.donor("a")
-    for fill in range(MAX_UPDATES_RETAINED + 2):
-        await donor.goes_on(fill, averages=False)
-    await donor.goes_on(99.0)
-    assert sorted(donor.donor.server._updates) == list(range(5, 5 + MAX_UPDATES_RETAINED))
-    update = await world.fetch(donor, kind="update", min_round=5)
-    assert (update.history_hash, dict(update.tensors)) == ("history_hash of 2.0", {})
-    clock.passed_s += RETAIN_S + 1
-    await donor.goes_on(98.0, averages=False)
-    assert (await world.fetch(donor, kind="update", min_round=6)).history_hash == "history_hash of 3.0"
-
-
-async def test_a_slow_download_outlives_many_rounds_without_an_average(world):
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    for fill in range(3 * MAX_UPDATES_RETAINED):
-        await donor.goes_on(fill, averages=fill % 4 == 3)
-    assert min(donor.donor.server._updates) == 3
-    for fill in range(5 * MAX_UPDATES_RETAINED):
-        await donor.goes_on(fill, averages=fill % 4 == 3)
-    assert sum(bool(update.tensors) for update in donor.donor.server._updates.values()) == MAX_UPDATES_RETAINED
-
-
 async def test_who_waits_for_a_state_holds_up_nobody_who_needs_an_update(world):
     """The round may not be over before the other one has caught up."""
     donor = await world.donor("a")
-    await donor.goes_on(2.0, averages=False)
+    await donor.goes_on(2.0)
     donor.trainer.optimizer_step += 1  # an update is being applied
     waiting = asyncio.ensure_future(world.fetch(donor))
     await anyio.wait_all_tasks_blocked()
@@ -1087,16 +879,6 @@ async def test_an_update_is_there_for_a_second_newcomer_too(world, clock):
         await world.call(donor, StateChunkCall(manifest=HASH, index=name, entry=0, chunk=0))
         await donor.goes_on(3.0)
     assert (await world.fetch(donor, kind="update", min_round=3)).round_number == 3
-
-
-async def test_updates_of_a_timeline_that_was_given_up_are_gone(world):
-    donor = await world.donor("a")
-    await world.fetch(donor)
-    await donor.goes_on(2.0)
-    donor.trainer.optimizer_step = 2
-    donor.enter(9, Timeline(9, 2, 2))
-    with pytest.raises(CallError, match="the update of round 3 is not kept here"):
-        await world.fetch(donor, kind="update", min_round=3)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -1128,7 +910,7 @@ async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
 
     async def end_round():
         gradients = [torch.randn(p.shape, generator=random_) for p in trainer.module.parameters()]
-        await donor.donor.server.retain_update(gradients, "l", b"")
+        donor.donor.kept[donor.round_number] = f"entry {donor.round_number}", gradients
         trainer.apply(gradients)
         donor.donor.enter(donor.round_number + 1, "l", FIRST_TIMELINE, b"")
 
@@ -1143,345 +925,6 @@ async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
         newcomer.apply(list(update.tensors.values()))
     assert newcomer.optimizer_step == trainer.optimizer_step == 4
     assert_equal(newcomer.state(), trainer.state())
-
-
-# --- snapshots that are kept ------------------------------------------------------------------------------------------
-
-
-async def kept_by(world, donor):
-    reply = await world.call(donor, ListSnapshotsCall(manifest=HASH))
-    return check_body(ListSnapshotsReply, reply.body)
-
-
-async def test_a_kept_snapshot_is_given_away_much_later(world, clock):
-    donor = await world.donor("a", round_number=20, timeline=Timeline(18, 5, 5))
-    before = donor.trainer.state()
-    assert await donor.donor.take_snapshot(20)
-    for fill in range(3):
-        clock.passed_s += 10 * RETAIN_S
-        await donor.goes_on(fill)
-    state = await world.fetch(donor, created_at_round=20)
-    assert_equal(state.tensors, before)
-    assert (state.round_number, state.optimizer_step, state.history_hash, state.ledger) == (
-        20,
-        7,
-        "history_hash of 1.0",
-        b"ledger",
-    )
-    reply = await kept_by(world, donor)
-    assert (reply.round_number, reply.timeline_first_round, reply.timeline_first_optimizer_step, reply.snapshots) == (
-        23,
-        18,
-        5,
-        ((STAGE, 20, 7),),
-    )
-
-
-async def test_a_snapshot_of_another_stage_is_given_away_too(world):
-    donor = await world.donor("a")
-    await donor.donor.store_snapshot(2, donor.state_of(3, fill=8))
-    state = await world.fetch(donor, stage=2, created_at_round=3)
-    assert_equal(state.tensors, FakeTrainer(8, 3).state())
-    with pytest.raises(CallError, match="no snapshot of stage 1 created in round 3 is kept here"):
-        await world.fetch(donor, stage=1, created_at_round=3)
-    with pytest.raises(CallError, match="no snapshot of stage 2 created in round 4 is kept here"):
-        await world.fetch(donor, stage=2, created_at_round=4)
-
-
-async def test_snapshots_of_the_same_state_have_the_same_index(world):
-    """So that a stage's snapshot comes from those that took it and from those that guard it."""
-    own, guard = await world.donor("a"), await world.donor("b", stage=0)
-    assert await own.donor.take_snapshot(3)
-    await guard.donor.store_snapshot(STAGE, own.state_of(3))
-    assert_equal((await world.fetch(own, guard, created_at_round=3)).tensors, own.trainer.state())
-    assert min(world.chunks_from(own), world.chunks_from(guard)) > 0
-
-
-async def test_the_state_of_another_round_is_refused(world):
-    donor = await world.donor("a")
-    assert await donor.donor.take_snapshot(3)
-    world.network.fault(op="state_index", tamper=changed_index(lambda index: {"round_number": 4}))
-    with pytest.raises(CallError, match=r"at round 4, created in round 4; wanted .* created in round 3"):
-        await world.fetch(donor, created_at_round=3)
-
-
-async def test_a_snapshot_under_a_later_round_is_no_better(world):
-    """It is of the same weights, or a lie: what most donors give is taken."""
-    liar, good, also_good = [await world.donor(name) for name in "abc"]
-    for donor in (good, also_good):
-        await donor.donor.store_snapshot(STAGE, donor.state_of(3))
-    lie = dataclasses.replace(liar.state_of(3, fill=9), round_number=900, timeline=Timeline(900, 3, 3))
-    await liar.donor.store_snapshot(STAGE, lie)
-    state = await world.fetch(liar, good, also_good, created_at_round=3, optimizer_step=3)
-    assert_equal(state.tensors, good.trainer.state())
-    assert world.chunks_from(liar) == 0
-
-
-async def test_a_snapshot_of_other_updates_is_refused(world):
-    donor = await world.donor("a")
-    await donor.donor.store_snapshot(
-        STAGE, dataclasses.replace(donor.state_of(3), round_number=900, timeline=Timeline(900, 2, 3))
-    )
-    with pytest.raises(CallError, match="offered weights of optimizer step 2; wanted those of optimizer step 3"):
-        await world.fetch(donor, created_at_round=3, optimizer_step=3)
-
-
-async def test_a_state_of_another_timeline_is_refused(world):
-    donor = await world.donor("a")
-    with pytest.raises(CallError, match=r"wanted one of Timeline\(first_round=2"):
-        await world.fetch(donor, timeline=Timeline(2, 1, 1))
-    assert (await world.fetch(donor, timeline=FIRST_TIMELINE)).timeline == FIRST_TIMELINE
-
-
-async def test_a_kept_state_is_read_back(world):
-    donor = await world.donor("a")
-    assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3)) is None
-    assert await donor.donor.take_snapshot(3)
-    before = donor.trainer.state()
-    await donor.goes_on(2.0)
-    state = await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))
-    assert_equal(state.tensors, before)
-    assert (state.round_number, state.optimizer_step, state.history_hash) == (3, 3, "history_hash of 1.0")
-    state.tensors["weight"].zero_()
-    assert_equal((await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))).tensors, before)
-
-
-def damage_files(donor):
-    """Change a bit of each snapshot, as a failing disk does."""
-    for path in donor.folder.iterdir():
-        with path.open("r+b") as file:
-            file.seek(2 * CHUNK_BYTES)
-            [byte] = file.read(1)
-            file.seek(2 * CHUNK_BYTES)
-            file.write(bytes([byte ^ 1]))
-
-
-async def test_a_snapshot_whose_file_has_changed_is_not_gone_back_to(world, caplog):
-    donor = await world.donor("a")
-    assert await donor.donor.take_snapshot(3)
-    damage_files(donor)
-    assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3)) is None
-    assert "snapshot_damaged stage=1 optimizer_step=3" in caplog.text
-    assert (donor.donor.snapshots(), donor.files()) == ([], [])
-
-
-async def test_a_snapshot_that_is_stored_anew_while_a_damaged_one_is_looked_at_stays(world):
-    donor = await world.donor("a")
-    assert await donor.donor.take_snapshot(3)
-    [damaged] = donor.donor._snapshots.values()
-    damage_files(donor)
-    assert await donor.donor.take_snapshot(3)
-    ref = SnapshotRef(STAGE, 3, 3)
-    donor.donor._forget_damaged(ref, damaged)
-    assert_equal((await donor.donor.load_snapshot(ref)).tensors, donor.trainer.state())
-
-
-async def test_a_disk_that_removes_nothing_does_not_end_a_peer(world, monkeypatch, caplog):
-    """Linux makes a disk that fails one that can only be read."""
-    donor = await world.donor("a")
-    assert await donor.donor.take_snapshot(3)
-
-    def remove(name):
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(type(donor.donor._storage), "remove", lambda storage, name: remove(name))
-    donor.donor.give_up(0, 9)
-    assert donor.donor.snapshots() == []
-    assert "snapshot_not_removed stage=1 optimizer_step=3 reason=[Errno 30] Read-only file system" in caplog.text
-
-
-async def test_a_snapshot_whose_file_has_changed_is_not_given_away(world):
-    damaged, good = [await world.donor(name) for name in "ab"]
-    for donor in (damaged, good):
-        assert await donor.donor.take_snapshot(3)
-    damage_files(damaged)
-    assert_equal((await world.fetch(damaged, good, created_at_round=3)).tensors, good.trainer.state())
-    assert (await kept_by(world, damaged)).snapshots == ()
-    assert len((await kept_by(world, good)).snapshots) == 1
-    damage_files(good)
-    with pytest.raises(CallError, match="not kept here any more: its file has changed"):
-        await world.fetch(good, created_at_round=3)
-
-
-async def test_a_snapshot_is_found_while_another_one_is_stored(world):
-    donor = await world.donor("a")
-    await donor.donor.store_snapshot(2, donor.state_of(3))
-
-    class Source:
-        """Where a replica stands; while another thread asks for it, the event loop goes on."""
-
-        @property
-        def step(self):
-            if threading.current_thread() is not threading.main_thread():
-                anyio.from_thread.run(donor.donor.store_snapshot, 0, donor.state_of(4))
-            return StepState()
-
-    donor.donor.store.sources = {STAGE: Source()}
-    states = []
-
-    async def take(state):
-        states.append(state)
-
-    await take_snapshot(
-        SnapshotRef(2, 3, 3),
-        [],
-        take,
-        context=donor.context,
-        transport=donor.transport,
-        snapshots=donor.donor.store,
-        rng=InOrder(),
-    )
-    [state] = states
-    assert_equal(state.tensors, donor.trainer.state())
-
-
-async def test_a_state_that_is_not_there_any_more_is_not_kept(world):
-    donor = await world.donor("a")
-    assert not await donor.donor.take_snapshot(2)
-    donor.trainer.optimizer_step = 4  # the next update has been applied already
-    assert not await donor.donor.take_snapshot(3)
-    assert donor.files() == []
-
-
-async def test_few_snapshots_of_each_stage_are_kept(world):
-    donor = await world.donor("a")
-    for optimizer_step in (1, 2, 3, 4):
-        for stage in (STAGE, 2):
-            await donor.donor.store_snapshot(stage, donor.state_of(optimizer_step, fill=optimizer_step))
-    reply = await kept_by(world, donor)
-    assert reply.snapshots == ((1, 3, 3), (1, 4, 4), (2, 3, 3), (2, 4, 4))
-    assert SNAPSHOTS_KEPT == 2
-    assert donor.files() == ["stage-1-round-3", "stage-1-round-4", "stage-2-round-3", "stage-2-round-4"]
-    assert await donor.donor.load_snapshot(SnapshotRef(STAGE, 2, 2)) is None
-    assert len(donor.donor._snapshots) == 4
-
-
-async def test_a_snapshot_is_kept_for_as_long_as_the_copy_of_the_next_stages(world):
-    """The copy comes later than one's own, and the run can go back to no step of which only one is kept."""
-    donor = await world.donor("a")
-    for optimizer_step in (1, 2):
-        await donor.donor.store_snapshot(2, donor.state_of(optimizer_step))
-    for optimizer_step in (1, 2, 3):
-        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step))
-    assert (await kept_by(world, donor)).snapshots == ((1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 1, 1), (2, 2, 2))
-    await donor.donor.store_snapshot(2, donor.state_of(3))
-    assert (await kept_by(world, donor)).snapshots == ((1, 2, 2), (1, 3, 3), (2, 2, 2), (2, 3, 3))
-
-
-async def test_snapshots_of_a_stage_that_a_peer_has_left_are_kept_until_it_has_newer_ones_of_its_own(world):
-    donor = await world.donor("a")
-    for optimizer_step in (1, 2):
-        await donor.donor.store_snapshot(5, donor.state_of(optimizer_step))
-    left = ((5, 1, 1), (5, 2, 2))
-    await donor.donor.store_snapshot(STAGE, donor.state_of(3))
-    await donor.donor.store_snapshot(2, donor.state_of(3))
-    assert (await kept_by(world, donor)).snapshots == ((1, 3, 3), (2, 3, 3), *left)
-    await donor.donor.store_snapshot(STAGE, donor.state_of(4))
-    assert (await kept_by(world, donor)).snapshots == ((1, 3, 3), (1, 4, 4), (2, 3, 3))
-    assert donor.files() == ["stage-1-round-3", "stage-1-round-4", "stage-2-round-3"]
-
-
-async def test_a_snapshot_that_is_forgotten_while_it_is_read_does_no_harm(world):
-    donor = await world.donor("a")
-    await donor.donor.store_snapshot(STAGE, donor.state_of(1, fill=1))
-    fault = world.network.fault(op="state_chunk", skip=3, after=anyio.Event())
-    fetching = asyncio.ensure_future(world.fetch(donor, created_at_round=1))
-    await fault.struck.wait()
-    for optimizer_step in (2, 3):
-        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step, fill=optimizer_step))
-    fault.after.set()
-    try:
-        assert_equal((await fetching).tensors, FakeTrainer(1, 1).state())
-    except CallError as error:
-        assert "not kept here any more" in str(error)  # noqa: PT017
-
-
-async def test_later_snapshots_are_forgotten_when_the_run_goes_back(world):
-    donor = await world.donor("a", round_number=6)
-    for optimizer_step in (4, 6):
-        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step))
-        await donor.donor.store_snapshot(2, donor.state_of(optimizer_step))
-    donor.trainer.optimizer_step = 4
-    donor.enter(20, Timeline(20, 4, 4))
-    reply = await kept_by(world, donor)
-    assert reply.snapshots == ((1, 4, 4), (2, 4, 4))
-    donor.enter(21, Timeline(20, 4, 4))
-    assert (await kept_by(world, donor)).snapshots == reply.snapshots
-    await donor.donor.store_snapshot(2, donor.state_of(5, timeline=Timeline(20, 4, 4)))
-    assert donor.files() == ["stage-1-round-4", "stage-2-round-21", "stage-2-round-4"]
-
-
-async def test_snapshots_that_a_mover_brings_from_a_timeline_that_was_given_up_are_forgotten(world):
-    before, timeline = await world.donor("a"), Timeline(20, 4, 4)
-    for optimizer_step in (4, 7):
-        await before.donor.store_snapshot(STAGE, before.state_of(optimizer_step))
-    for state in (before.state_of(6), before.state_of(5, timeline=timeline)):
-        await before.donor.store_snapshot(2, state)
-    donor = anew(before, FakeTrainer(1, 4, 2))
-    donor.enter(20, "history_hash", timeline, b"")
-    assert sorted(known for known, _ in donor.snapshots()) == [(STAGE, 4, 4), (2, 21, 5)]
-
-
-async def test_a_peer_that_moves_within_a_timeline_keeps_its_snapshots(world):
-    before, timeline = await world.donor("a", round_number=23, timeline=Timeline(20, 4, 4)), Timeline(20, 4, 4)
-    for optimizer_step in (4, 6):
-        await before.donor.store_snapshot(
-            2, before.state_of(optimizer_step, timeline=FIRST_TIMELINE if optimizer_step == 4 else timeline)
-        )
-    donor = anew(before, FakeTrainer(1, 7, 2))
-    donor.enter(23, "history_hash", timeline, b"")
-    assert sorted(known for known, _ in donor.snapshots()) == [(2, 4, 4), (2, 22, 6)]
-
-
-async def test_a_snapshot_that_arrives_after_the_run_went_back_is_not_kept(world):
-    donor = await world.donor("a", round_number=6)
-    await donor.donor.store_snapshot(2, donor.state_of(4))
-    late = donor.state_of(6)
-    donor.trainer.optimizer_step = 4
-    donor.enter(20, Timeline(20, 4, 4))
-    await donor.donor.store_snapshot(2, late)
-    assert (await kept_by(world, donor)).snapshots == ((2, 4, 4),)
-    assert donor.files() == ["stage-2-round-4"]
-    again = dataclasses.replace(late, round_number=22, timeline=Timeline(20, 4, 4))
-    await donor.donor.store_snapshot(2, again)
-    assert (await kept_by(world, donor)).snapshots == ((2, 4, 4), (2, 22, 6))
-
-
-async def test_a_peer_tells_of_snapshots_of_all_stages_of_a_long_pipeline(world):
-    donor = await world.donor("a", round_number=6)
-    for stage in range(256):
-        await donor.donor.store_snapshot(stage, donor.state_of(4))
-    assert [stage for stage, *_ in (await kept_by(world, donor)).snapshots] == list(range(256))
-
-
-async def test_a_peer_without_a_state_tells_of_the_snapshots_that_it_brings_along(world):
-    before = await world.donor("a", round_number=30)
-    await before.donor.store_snapshot(2, before.state_of(4, timeline=Timeline(20, 2, 2)))
-    donor = anew(before, FakeTrainer(0, 0, STAGE))
-    reply = check_body(
-        ListSnapshotsReply, (await donor.handle_list_snapshots("b", ListSnapshotsCall(manifest=HASH), ())).body
-    )
-    assert (reply.round_number, reply.timeline_first_round, reply.timeline_first_optimizer_step, reply.snapshots) == (
-        22,
-        20,
-        2,
-        ((2, 22, 4),),
-    )
-
-
-async def test_a_snapshot_that_is_older_than_all_others_harms_nobody(world):
-    donor = await world.donor("a")
-    for optimizer_step in (6, 5, 4):
-        await donor.donor.store_snapshot(STAGE, donor.state_of(optimizer_step))
-    assert donor.files() == ["stage-1-round-5", "stage-1-round-6"]
-
-
-async def test_a_snapshot_of_the_same_updates_replaces_the_one_before(world):
-    donor = await world.donor("a")
-    for fill in (1, 2):
-        await donor.donor.store_snapshot(STAGE, donor.state_of(3, fill=fill))
-    assert_equal((await donor.donor.load_snapshot(SnapshotRef(STAGE, 3, 3))).tensors, FakeTrainer(2, 3).state())
-    assert donor.files() == ["stage-1-round-3"]
 
 
 async def test_who_gives_a_large_state_has_the_time_to_hash_it():

@@ -7,7 +7,6 @@ parts that do work with the core's members.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -52,15 +51,6 @@ TIMING = Timing()
 KEY_DECIDES_AFTER = 2
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 BEGIN_ANEW_INTERVALS = 2
-
-
-def is_agreed() -> bool:
-    """Whether this process agrees with others as docs/protocol.md says.
-
-    For as long as peers can do it the old way, too: the environment variable SWARM_AGREED=1 then has peers and
-    coordinators take the new one. All processes of a run have to take the same.
-    """
-    return os.environ.get("SWARM_AGREED") == "1"
 
 
 class AgreementContext(Protocol):

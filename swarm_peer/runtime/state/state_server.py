@@ -110,11 +110,12 @@ class StateServer:
             stored for stored in held if stored.index.round_number >= oldest and timeline_of(stored.index) == timeline
         ]
         newest = max(found, key=lambda stored: stored.index.round_number, default=None)
-        return newest if newest is not None and self._has_updates_since(newest) else None
+        return newest if newest is not None and self._can_be_followed(newest) else None
 
-    def _has_updates_since(self, held: StoredState) -> bool:
-        """Whether a peer that takes a held state over can get the updates since as well."""
-        since = range(held.index.round_number - self.step.lag, self.step.round_number - self.step.lag)
+    def _can_be_followed(self, stored: StoredState) -> bool:
+        """Whether a newcomer with this state can get the updates since."""
+        lag = self.step.lag
+        since = range(stored.index.round_number - lag, self.step.round_number - lag)
         return all(self._kept(number) is not None for number in since)
 
     def _make_room(self) -> None:
@@ -166,7 +167,8 @@ class StateServer:
                 raise NotServing(f"the update of round {round_number} is not kept here")
             entry, averages = found
             for stored in self.stored.values():
-                if (stored.index.kind, stored.index.history_hash) == ("update", entry):
+                told = stored.index
+                if (told.kind, told.round_number, told.history_hash) == ("update", round_number, entry):
                     return stored
             tensors = {f"{number:05d}": average for number, average in enumerate(averages)}
             state = StageState(round_number, entry, tensors, self.step.timeline)

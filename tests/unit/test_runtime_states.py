@@ -12,7 +12,6 @@ import torch
 from agreed_stages import is_member, resolved_of
 from contexts import make_context
 from memory_transport import MemoryNetwork
-from swarm_peer.runtime.state.agreed_states import AgreedStateServer, StageMates, StageSources
 
 from swarm_peer.errors import CallError
 from swarm_peer.model.training import StageTrainer
@@ -29,9 +28,11 @@ from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import Microbatch
-from swarm_peer.runtime.state import agreed_states
+from swarm_peer.runtime.state import states
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.runtime.state.roots import root_of
+from swarm_peer.runtime.state.state_server import StateServer
+from swarm_peer.runtime.state.states import StageMates, StageSources
 from swarm_peer.runtime.step.workplace import timeline_of
 from swarm_peer.wire.codecs import encode, encode_tokens
 from swarm_peer.wire.identity import Identity
@@ -44,11 +45,11 @@ STAGE = 1
 class Replica:
     """A peer's replica of a stage, at the head of a log."""
 
-    def __init__(self, network, resolved, log, agreed=None):
+    def __init__(self, network, resolved, log, work=None):
         self.identity, self.log = Identity.generate(), log
         self.context = make_context(resolved, identity=self.identity)
         self.transport = network.transport(self.identity.peer_id)
-        self.trainer = StageTrainer(resolved, resolved.specs[STAGE], agreed=True)
+        self.trainer = StageTrainer(resolved, resolved.specs[STAGE])
         self.thread = DeviceThread(clock=self.context.clock, threads=self.context.threads, metrics=self.context.metrics)
         self.rounds = RoundBook(self.context.changed)
         capacity, speed = Capacity(8), SpeedMeter(self.context.metrics)
@@ -60,7 +61,7 @@ class Replica:
             next_stage=None,
             capacity=capacity,
             replies_kept=8,
-            agreed=agreed,
+            work=work,
         )
         self.core = ReplicaCore(
             trainer=self.trainer,
@@ -73,7 +74,7 @@ class Replica:
             time=None,
         )
         self.kept = {}
-        self.server = AgreedStateServer(context=self.context, core=self.core, kept=self.kept.get)
+        self.server = StateServer(context=self.context, core=self.core, kept=self.kept.get)
         self.donors, self.fears_lies = [], True
         self.num_asked, self.asked = 0, Condition()
         self.sources = StageSources(
@@ -180,7 +181,7 @@ async def test_where_no_lies_are_feared_the_state_of_a_mate_is_enough(resolved):
 
 
 async def test_where_lies_are_feared_a_state_waits_for_the_entry_that_names_it(resolved, monkeypatch):
-    monkeypatch.setattr(agreed_states, "ASK_S", 0.01)
+    monkeypatch.setattr(states, "ASK_S", 0.01)
     async with donor_and_newcomer(resolved) as (donor, newcomer), anyio.create_task_group() as tasks:
         tasks.start_soon(newcomer.sources.state)
         await newcomer.asked.wait_for(lambda: newcomer.num_asked >= 3)
@@ -191,7 +192,7 @@ async def test_where_lies_are_feared_a_state_waits_for_the_entry_that_names_it(r
 
 
 async def test_a_state_of_an_entry_that_is_not_in_the_log_is_refused(resolved, monkeypatch):
-    monkeypatch.setattr(agreed_states, "LOG_S", 0.05)
+    monkeypatch.setattr(states, "LOG_S", 0.05)
     async with donor_and_newcomer(resolved) as (_, newcomer):
         newcomer.log = Log(STAGE, BEGINNING)
         append(newcomer.log, root="of another history")
