@@ -46,8 +46,8 @@ from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
-# A seat that lacks much is waited for in one of so many rounds: where these are quicker than what it lacks can travel,
-# it would never come near.
+# Seats that lack much are waited for in one of so many rounds: where rounds are quicker than what they lack can travel,
+# they would never come near.
 FAR_WAITED_EVERY = 8
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3

@@ -173,12 +173,14 @@ class Membership:
         """Whether a quorum of voters has been heard of lately, so that a leader may go on."""
         return self._hears_quorum(now_s - self.timing.lease_s)
 
+    def unheard_voters(self, since_s: float) -> list[Seat]:
+        """The other voters that have not been heard of since some time."""
+        return [seat for seat in self.epoch.voters if seat != self.me and self._heard_s.get(seat, -1.0) <= since_s]
+
     def _hears_quorum(self, since_s: float, *, had_votes: bool = False) -> bool:
         """Whether most voters have been heard of, or, with `had_votes`, have been earlier lives of this process."""
-        voters, own = self.epoch.voters, {self.me}
-        own |= {seat for seat in voters if had_votes and seat.peer == self.me.peer}
-        heard = [seat for seat in voters if seat in own or self._heard_s.get(seat, -1.0) > since_s]
-        return self.epoch.is_quorum(heard, voters)
+        missing = {seat for seat in self.unheard_voters(since_s) if not (had_votes and seat.peer == self.me.peer)}
+        return self.epoch.is_quorum(set(self.epoch.voters) - missing, self.epoch.voters)
 
     # --- inputs
 

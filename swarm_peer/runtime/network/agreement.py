@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
@@ -47,6 +48,8 @@ NO_EPOCH = EpochId(0, Seat("", 0, ""), 0)
 
 # How long the core waits.
 TIMING = Timing()
+# In lifetimes of an announcement: see Timing.key_s.
+KEY_DECIDES_AFTER = 2
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 BEGIN_ANEW_INTERVALS = 2
 
@@ -143,7 +146,9 @@ class Agreement:
             acquaintances: ids of peers of the run, from wherever
             sign_as_key: signs with the run key; None if this process does not hold it
         """
-        rules, rounds, timing = rules_of(context.resolved.manifest), rounds_of(context.resolved.manifest), TIMING
+        manifest = context.resolved.manifest
+        rules, rounds = rules_of(manifest), rounds_of(manifest)
+        timing = replace(TIMING, key_s=KEY_DECIDES_AFTER * manifest.limits.announcement_s)
         self.statements = Statements(context.run_id, context.identity)
         self._context = context
         self._transport = transport
