@@ -30,15 +30,12 @@ WARM_UP_ROUNDS = 2
 START_TIMEOUT_S = 240.0
 # Peers log these where a round did not go as it should. A figure of such rounds is not one of the links alone.
 TROUBLES = (
-    "barrier_timeout",
-    "resync_needed",
-    "round_disputed",
-    "round_failed",
-    "round_retried",
+    "average_failed",
+    "place_lost",
+    "samples_given_up",
     "samples_lost",
-    "stage_mate_left_out",
+    "state_not_taken",
     "update_skipped",
-    "vote_missing",
 )
 
 

@@ -247,7 +247,7 @@ def main() -> None:
         **counts(folder),
         "events": dict(soak.events),
         "rewinds": logs.count("run_rewound"),
-        "handovers": logs.count("gradient_handed_over"),
+        "handovers": logs.count("work_handed_over"),
         "samples_lost_on_leaving": logs.count("samples_lost"),
         "snapshots_compared": soak.snapshots_compared,
         "memory_mb_per_peer": {

@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_its_last_good_checkpoint(tmp_path: Path, processes: 
     assert "checkpoint_damaged" in processes.log("resumed")
     optimizer_step = optimizer_step_of(good.name)
     for life in ("resumed", "again"):
-        assert f"resuming optimizer_step={optimizer_step} " in processes.log(life)
+        assert f"checkpoint_given optimizer_step={optimizer_step} " in processes.log(life)
     lines = lines_of(output)
     assert [line["optimizer_step"] for line in lines] == list(range(1, steps + 1))
     later = [line for line in lines if line["optimizer_step"] > optimizer_step]

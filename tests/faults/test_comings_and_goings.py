@@ -79,7 +79,7 @@ def test_peers_that_leave_on_notice_lose_nothing(tmp_path: Path) -> None:
     run = run_swarm(manifest, [2, 2], tmp_path, script=script)
     check_equals_one_process(run, manifest)
     assert run.logs().count("leaving reason=SIGTERM") == 4, "two in the middle and two at the end"
-    assert "samples_lost" not in run.logs()
+    assert "samples_given_up" not in run.logs()
     assert [len(states) for states in run.states] == [1, 1]
 
 
@@ -163,7 +163,7 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
 
     run = run_swarm(manifest, [1, 1], tmp_path, script=script)
     check_equals_one_process(run, manifest)
-    assert "samples_lost" not in run.logs()
+    assert "samples_given_up" not in run.logs()
     mover = (run.output / "logs" / "peer-mover.log").read_text()
     assert mover.count("prepared=True") == moves, "make before break"
     assert len(set(re.findall(r"peer_started peer=(\S+)", mover))) == 1

@@ -19,10 +19,13 @@ from swarm_peer.cli import configure_logging
 from swarm_peer.config import PeerOptions
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.placement.rebalancing import StageChoice
+from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.log import Committed
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import Microbatch
+from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.wire.identity import Identity
 
 app = App()
@@ -45,6 +48,21 @@ def record_routes(path: Path) -> None:
         return result
 
     StageExecutor._backward = write  # type: ignore[method-assign]
+
+
+def record_entries(path: Path) -> None:
+    """Write down which samples each entry of stage 0 holds: what was counted here and is in none has not counted."""
+    ended = RoundReports.ended
+
+    def write(reports: RoundReports, committed: Committed, restart: Restart) -> None:
+        cut = committed.entry.cut
+        if cut.stage == 0 and cut.averages:
+            held = [[*item.slice_id, window] for item in cut.samples for window in range(item.start, item.end)]
+            with path.open("a") as file:
+                file.write(json.dumps({"round": cut.round, "samples": held}) + "\n")
+        ended(reports, committed, restart)
+
+    RoundReports.ended = write  # type: ignore[method-assign]
 
 
 @app.default
@@ -73,6 +91,7 @@ def main(folder: Path, fault: str, /, options: Annotated[PeerOptions, Parameter(
             record_routes(folder / f"{Identity.load_or_create(options.identity_path).peer_id}.route")
         if (stage := os.environ.get(FIRST_STAGE)) is not None:
             startup.choose_stage = lambda *_, **__: StageChoice(int(stage), "the test says so")
+        record_entries(folder / f"{os.getpid()}.entries")
         startup.run_peer(options, counted=record)
 
 

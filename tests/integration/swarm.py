@@ -286,15 +286,30 @@ def run_swarm(
 
     states = run_loop(run)
     counted, ids, samples = defaultdict(list), defaultdict(list), defaultdict(list)
+    period = manifest.averaging.steps_per_average
+    held = _held_by_entries(records)
     for path in records.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            counted[entry["round"]].append(torch.tensor(entry["tokens"]))
-            ids[entry["round"]].append(bytes.fromhex(entry["id"]))
-            samples[entry["round"]] += (SampleId(*sample) for sample in entry["samples"])
+            number, names = entry["round"], [SampleId(*sample) for sample in entry["samples"]]
+            # What was computed and is in no entry is read again. Where a period ends, the entry is of all its rounds.
+            if set(names) <= held.get(number + (period - 1 - number) % period, set()):
+                counted[number].append(torch.tensor(entry["tokens"]))
+                ids[number].append(bytes.fromhex(entry["id"]))
+                samples[number] += names
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fired = [path.read_text() for path in sorted(records.glob("*.fired"))]
     return SwarmRun(states, dict(counted), dict(ids), dict(samples), lines, folder, fired)
+
+
+def _held_by_entries(records: Path) -> dict[int, set[SampleId]]:
+    """The samples that the entries of stage 0 hold, by round."""
+    held = {}
+    for path in records.glob("*.entries"):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            held[entry["round"]] = {SampleId(*sample) for sample in entry["samples"]}
+    return held
 
 
 async def _train_and_fetch(

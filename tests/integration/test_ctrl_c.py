@@ -49,7 +49,7 @@ def test_ctrl_c_lets_a_peer_hand_over_its_work_and_a_coordinator_go_in_peace(
     assert [os.getpgid(daemon) == leaving.pid for daemon in daemons] == [False], "Ctrl+C would end it in a few seconds"
     ctrl_c(leaving.pid)
     assert leaving.wait(60) == 0
-    assert "gradient_handed_over" in processes.log("1.1"), processes.log("1.1")
+    assert "work_handed_over" in processes.log("1.1"), processes.log("1.1")
     wait_for(lambda: not any(map(is_running, daemons)), "the end of its daemon", 20)
 
     family = children_of(coordinator.pid)

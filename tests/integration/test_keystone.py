@@ -68,7 +68,7 @@ def check_weights(run: SwarmRun, baseline: Baseline, tolerance: float = 1e-5) ->
 
 def check_nothing_lost(run: SwarmRun) -> None:
     logs = run.logs()
-    for event in ("samples_differ", "round_disputed", "resync_needed", "samples_lost"):
+    for event in ("samples_given_up", "average_failed", "place_lost", "samples_lost"):
         assert event not in logs, f"{event} in a run without faults:\n{logs[-3000:]}"
 
 
@@ -154,7 +154,6 @@ def test_a_process_that_holds_one_gradient_back_equals_delayed_updates(
     check_counts(run, manifest)
     check_stage_mates(run)
     check_nothing_lost(run)
-    assert "round_retried" not in run.logs(), "stage-mates averaged ahead"
     baseline = Baseline(ResolvedManifest.of(manifest))
     for round_number in range(manifest.training.steps):
         loss, _ = baseline.train_step(run.counted[round_number])

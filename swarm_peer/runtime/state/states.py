@@ -277,7 +277,7 @@ class StageSources:
             CallError: the run begins with a snapshot, which nobody gives
         """
         ledger: list[Ledger] = []
-        turn = self._begin_turn()
+        turn, before = self._begin_turn(), self._trainer.optimizer_step
 
         async def take(named: NamedState) -> None:
             if self._num_slices is not None:
@@ -290,6 +290,8 @@ class StageSources:
             await self._core.device_thread.run(Priority.STEP, self._trainer.restart)
             ledger = [Ledger(self._num_slices)] if self._num_slices is not None else []
         if self._core.rounds.step.phase is not Phase.EMPTY:
+            text, back = "run_rewound stage=%d optimizer_step=%d to=%d round=%d", restart.optimizer_step
+            log.warning(text, self._stage, before, back, restart.first_round)
             self._context.metrics.rewinds.inc()
         return ledger[0] if ledger else None
 
