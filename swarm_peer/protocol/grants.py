@@ -108,6 +108,7 @@ class Grants:
     unit: int
     patience_s: float
     _carried_to: int = -1
+    _num_seats: int = 1
     _held: dict[SliceId, _Held] = field(default_factory=dict)
     _given: dict[Seat, Grant] = field(default_factory=dict)
     _shares: dict[int, dict[Seat, _Share]] = field(default_factory=dict)
@@ -127,6 +128,7 @@ class Grants:
             carried_to: the same for the rounds that are over; less than the next round if entries hold all of it
         """
         self._carried_to = carried_to if carried_to >= next_round else -1
+        self._num_seats = max(len(roster), 1)
         for slice_id, held in list(self._held.items()):
             if held.seat in roster:
                 held.until = None
@@ -196,6 +198,9 @@ class Grants:
         others = sum(each.taken(now_s - self.patience_s) for other, each in shares.items() if other != seat)
         share.up_to = max(share.up_to, share.claimed)
         room = self.batch - others + share.unbelieved
-        missing = min(share.claimed + min(wants.samples, self.batch), room) - share.up_to
+        # No more at a time than its part of the batch. Others, which the leader hears of later, would get none of any
+        # round, and never come to the end of the slices that they read.
+        most = share.done + max(self.unit, math.ceil(self.batch / self._num_seats))
+        missing = min(share.claimed + min(wants.samples, self.batch), room, most) - share.up_to
         share.up_to += self.unit * math.ceil(max(missing, 0) / self.unit)
         return share.up_to
