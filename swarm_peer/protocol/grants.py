@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from swarm_peer.policy.data.ledger import MAX_PASSES_AHEAD, Ledger
 from swarm_peer.policy.data.ranges import SliceId
@@ -94,6 +95,17 @@ class _Held:
     until: int | None = None
 
 
+class _Followed(NamedTuple):
+    """The stage, as its leader has seen it last.
+
+    Attributes:
+        carried_to: the round whose entry holds what rounds that are over have left; less than 0 if none has
+    """
+
+    carried_to: int = -1
+    num_seats: int = 1
+
+
 @dataclass
 class Grants:
     """The grants of one leader.
@@ -107,7 +119,7 @@ class Grants:
     batch: int
     unit: int
     patience_s: float
-    _carried_to: int = -1
+    _followed: _Followed = _Followed()
     _held: dict[SliceId, _Held] = field(default_factory=dict)
     _given: dict[Seat, Grant] = field(default_factory=dict)
     _shares: dict[int, dict[Seat, _Share]] = field(default_factory=dict)
@@ -126,7 +138,7 @@ class Grants:
             decided_in: the round whose entry holds what is computed now
             carried_to: the same for the rounds that are over; less than the next round if entries hold all of it
         """
-        self._carried_to = carried_to if carried_to >= next_round else -1
+        self._followed = _Followed(carried_to if carried_to >= next_round else -1, max(len(roster), 1))
         for slice_id, held in list(self._held.items()):
             if held.seat in roster:
                 held.until = None
@@ -172,10 +184,10 @@ class Grants:
 
     def _put_away(self, slice_id: SliceId) -> None:
         """Note that a seat reads a slice no more. In a period, an entry has yet to hold what it has read."""
-        if self._carried_to < 0:
+        if self._followed.carried_to < 0:
             del self._held[slice_id]
         else:
-            self._held[slice_id] = _Held(None, self._carried_to)
+            self._held[slice_id] = _Held(None, self._followed.carried_to)
 
     def _free(self, ledger: Ledger) -> list[SliceId]:
         """Slices that nobody reads, of the oldest pass that has some."""
@@ -196,6 +208,9 @@ class Grants:
         others = sum(each.taken(now_s - self.patience_s) for other, each in shares.items() if other != seat)
         share.up_to = max(share.up_to, share.claimed)
         room = self.batch - others + share.unbelieved
-        missing = min(share.claimed + min(wants.samples, self.batch), room) - share.up_to
+        # No more at a time than its part of the batch. Others, which the leader hears of later, would get none of any
+        # round, and never come to the end of the slices that they read.
+        most = share.done + max(self.unit, math.ceil(self.batch / self._followed.num_seats))
+        missing = min(share.claimed + min(wants.samples, self.batch), room, most) - share.up_to
         share.up_to += self.unit * math.ceil(max(missing, 0) / self.unit)
         return share.up_to

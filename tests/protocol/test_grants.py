@@ -109,6 +109,14 @@ def test_seats_launch_the_batch_together_and_no_more(grants, ledger):
     assert grants.grant(A, wants(claimed=6, samples=6), ledger, 0.0).up_to == 6
 
 
+def test_a_seat_gets_no_more_at_a_time_than_leaves_the_others_their_part(grants, ledger):
+    grants.follow([A, B], ledger, 5, 5)
+    assert grants.grant(A, wants(samples=8), ledger, 0.0).up_to == 4
+    assert grants.grant(B, wants(samples=2), ledger, 0.0).up_to == 2
+    grants.note_done(A, 5, 2, 2, 0.0)
+    assert grants.grant(A, wants(samples=6, claimed=4), ledger, 0.0).up_to == 6, "what is done makes room for more"
+
+
 def test_the_share_of_a_seat_that_does_nothing_is_for_others(grants, ledger):
     grants.grant(A, wants(samples=6), ledger, 0.0)
     grants.note_done(A, 5, 2, 2, 10.0)
