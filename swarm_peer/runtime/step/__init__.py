@@ -1,1 +1,1 @@
-"""The end of a round: barrier, averaging, vote, optimizer step, and the handover of a leaving peer's gradient."""
+"""What a seat does in a round, as the protocol asks for it: drain, average, update the weights; and give its work away."""
