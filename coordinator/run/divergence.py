@@ -16,7 +16,7 @@ from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError
-from swarm_peer.policy.standstill import Standstill
+from swarm_peer.policy.standstill import NO_UPDATES_S, Standstill
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.runtime.context import Threads
@@ -52,11 +52,23 @@ class Divergence:
         self._watch = watch
         self._threads = threads
         self._went_back_s = -inf
+        self._first_round = 0
 
     def found(self) -> Standstill | None:
-        """That the weights have diverged, and not only before the run went back."""
+        """That the weights have diverged, and not only before the run went back.
+
+        They may have diverged again before any peer could announce that it was well in between.
+        """
         found = self._watch.divergence
-        return None if found is None or found.since_s <= self._went_back_s else found
+        if found is None or found.since_s > self._went_back_s:
+            return found
+        rounds = found.spokesman.round_number - self._first_round
+        has_had_time = rounds == 0 and self._watch.seen_s >= self._went_back_s + NO_UPDATES_S
+        return found if rounds > 0 or has_had_time else None
+
+    def went_back(self, timeline: Timeline) -> None:
+        """Note that the run goes on from a checkpoint, on this timeline."""
+        self._went_back_s, self._first_round = self._watch.seen_s, timeline.first_round
 
     async def choose(self, found: Standstill, timeline: Timeline, optimizer_step: int, is_of_run: Fits) -> Checkpoint:
         """The checkpoint to go back to.
@@ -73,7 +85,6 @@ class Divergence:
         checkpoint = await self._last_good(timeline, optimizer_step, is_of_run)
         if checkpoint is None or not self._rewinds or self._went_back_s > -inf:
             raise Diverged(optimizer_step, in_words(found), _way_on(checkpoint))
-        self._went_back_s = self._watch.seen_s
         return checkpoint
 
     async def failure(self, timeline: Timeline, is_of_run: Fits, why: str = "") -> Diverged:

@@ -209,6 +209,7 @@ class RunService:
         newest = max(newest_position(self.watch.view).round_number, self.watch.round_number + 1)
         timeline = await agreed.resume(checkpoint, newest)
         note_resumed(self._options.output, checkpoint, timeline)
+        self._divergence.went_back(timeline)
         self._beginning.follow(timeline, agreed.begun_s)
         await self._publish_run()
         back = f"goes back to its checkpoint of optimizer step {checkpoint.optimizer_step}"

@@ -219,6 +219,23 @@ async def test_it_goes_back_once(make_run):
         await run.look()
 
 
+@pytest.mark.parametrize(
+    ("rounds", "seconds", "ends"), [(1, 30.0, True), (0, 30.0, False), (0, 2 * NO_UPDATES_S, True)]
+)
+async def test_weights_that_diverge_again_at_once_end_the_run(make_run, rounds, seconds, ends):
+    """No peer has announced in between that its microbatches come through."""
+    run = make_run(saved=(2, 3, 4), on_divergence="rewind")
+    run.see()
+    await run.look()
+    first_round = run.service._beginning.timeline.first_round
+    run.see(now_s=100.0 + DIVERGED_S + seconds, round_number=first_round + rounds)
+    if ends:
+        with pytest.raises(Diverged):
+            await run.look()
+    else:
+        await run.look()
+
+
 async def test_what_was_given_for_a_lost_stage_is_given_no_more(make_run):
     """Peers that go back must not begin with it."""
     run = make_run(saved=(2, 3, 4), on_divergence="rewind")
