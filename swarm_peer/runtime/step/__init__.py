@@ -1,1 +1,1 @@
-"""What a seat does in a round, as the protocol asks for it: drains, averages, updates the weights, gives work away."""
+"""The part of a seat in a round, as the protocol asks for it: drain, average, update the weights, and give work away."""
