@@ -424,8 +424,8 @@ def test_long_rounds_cost_nothing():
 
 
 def test_a_fast_peer_of_stage_0_does_more_of_the_global_batch_and_waits_at_its_end_for_a_slow_one():
-    # By the live rule each keeps its last two microbatches to itself, here four seconds' worth of the slow one's work.
-    few, many = (steady(1, 2, (0.5, 2.0), window=1, global_batch=n)["share_of_flow"] for n in (20, 100))
+    # As live, whoever comes first has the next microbatch. The last one takes the slow peer four times as long.
+    few, many = (steady(1, 2, (0.5, 2.0), window=1, global_batch=n)["share_of_flow"] for n in (21, 101))
     assert 0.6 < few < 0.9 < many < 1.0
 
 

@@ -80,10 +80,9 @@ class Members:
         """The averages that a member comes to, or why it failed."""
         try:
             averages = await self.averagers[number].average(
+                str(round_number),
                 gradients_of(number, round_number),
-                round_number=round_number,
-                attempt=0,
-                shares=dict(zip(self.ids, SAMPLES, strict=True)) if shares is None else shares,
+                dict(zip(self.ids, SAMPLES, strict=True)) if shares is None else shares,
             )
         except AveragingFailed as error:
             return str(error)

@@ -1,1 +1,1 @@
-"""Which samples of the data have counted, and which peer may read which slice."""
+"""Which samples of the data have counted."""

@@ -1,1 +1,1 @@
-"""The data of stage 0: corpus, tokenizers, slices, prefetch, leases, and the launcher of microbatches."""
+"""The data of stage 0: corpus, tokenizers, slices, prefetch, and the launcher of microbatches."""

@@ -1,1 +1,1 @@
-"""How a peer reaches other peers: calls, the DHT, the directory of peers, and the exchange of progress counts."""
+"""How a peer reaches other peers: calls, the DHT, the directory of peers, and the agreement among them."""

@@ -1,1 +1,1 @@
-"""States of stages: stored, served, indexed, transferred, and recovered after a stage has lost its peers."""
+"""States of stages: stored, served, indexed, transferred, and kept for when a stage has lost its peers."""

@@ -1,1 +1,1 @@
-"""The end of a round: barrier, averaging, vote, optimizer step, and the handover of a leaving peer's gradient."""
+"""The part of a seat in a round, as the protocol asks for it: drain, average, update weights, and give work away."""

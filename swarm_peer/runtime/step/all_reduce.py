@@ -1,7 +1,7 @@
 """hivemind's butterfly all-reduce among the members of one averaging round, driven from outside of hivemind.
 
 hivemind's runner decides which member averages which part, and when a member counts as lost. Parts come and go through
-the round's `take` and `send`: each is checked before hivemind sees it, and weighs what its sender told at the barrier.
+the round's `take` and `send`: each is checked before hivemind sees it, and weighs what the cut says of its sender.
 The result is bitwise the same for every member.
 
 Owns hivemind's runner and its tasks, which stay in here. Must not know how parts travel: averaging.py does.

@@ -79,7 +79,8 @@ class GradientAverager:
             self._metrics.averaging_rounds.labels("alone").inc()
             return list(gradients)
         began_s = self._clock.monotonic_s()
-        group = hashlib.sha256(f"{self._hash}/{self._stage}/{name}".encode()).digest()
+        named = f"{self._hash}/{self._stage}/{name}/{sorted(shares.items())}"
+        group = hashlib.sha256(named.encode()).digest()
         averages = self._views_of(self._values)
         await self._threads.run(_fill, averages, gradients)
         averaging_round = AllReduce(
