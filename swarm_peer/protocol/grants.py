@@ -119,7 +119,7 @@ class Grants:
     batch: int
     unit: int
     patience_s: float
-    _followed: _Followed = _Followed()
+    _followed: _Followed = field(default_factory=lambda: _Followed())
     _held: dict[SliceId, _Held] = field(default_factory=dict)
     _given: dict[Seat, Grant] = field(default_factory=dict)
     _shares: dict[int, dict[Seat, _Share]] = field(default_factory=dict)
