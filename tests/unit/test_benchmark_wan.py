@@ -31,7 +31,7 @@ RUN = {
     "microbatches_per_s": 6.0,
     "cores": 0.5,
     "commit": "abc1234",
-    "troubles": {"round_failed": 1},
+    "troubles": {"average_failed": 1},
     "sent_bytes_a_round": {"coordinator": 1, "peers": [2e6, 4e6]},
     "stages": [
         {"busy_share": 0.8, "barrier_s": 1.0, "averaging_s": 3.0},
@@ -53,7 +53,7 @@ def test_a_report_has_a_row_for_each_arm_and_a_figure(tmp_path, monkeypatch):
     text = (tmp_path / "report" / "table.md").read_text()
     assert "`python wan.py --arms swarm@0` (C_s=32). Runs of abc1234." in text
     assert "| 40.00 | 38.00 | 0.850 | 1.000 (1.000 to 1.000) | 0.850 | 4.00 | 6.00 | 3.00 | 0.50 | 0.5 to 2.0 |" in text
-    assert "| 0.5 to 2.0 | round_failed 2 |" in text
+    assert "| 0.5 to 2.0 | average_failed 2 |" in text
     assert "| gpipe@0 | 40.00 |  | 0.500 | 0.750 |" in text, "to the first arm's run of the same repetition"
     assert "failed@0" not in text
     assert (tmp_path / "report" / "figure.png").read_bytes().startswith(b"\x89PNG")
@@ -118,8 +118,8 @@ def test_torch_s_pipelines_send_what_a_codec_makes_of_a_microbatch(wire, number)
 
 
 def test_troubles_are_counted_by_event():
-    log = "t WARNING round_failed round=3\nt INFO stage_mate_left_out peer=a\nt INFO stage_mate_left_out_once x\n"
-    assert troubles([log, "t WARNING round_failed round=4"]) == {"round_failed": 2, "stage_mate_left_out": 1}
+    log = "t WARNING average_failed round=3\nt INFO place_lost peer=a\nt INFO place_lost_once x\n"
+    assert troubles([log, "t WARNING average_failed round=4"]) == {"average_failed": 2, "place_lost": 1}
 
 
 def test_a_prediction_is_of_the_share_of_a_link_that_is_used():

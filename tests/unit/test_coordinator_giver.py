@@ -40,7 +40,7 @@ EVERY = 4
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     quick_stages(monkeypatch)
-    monkeypatch.setattr(agreement, "TIMING", replace(agreement.TIMING, key_s=1.0))
+    monkeypatch.setattr(agreement, "KEY_DECIDES_AFTER", 1 / 30)  # lifetimes of 30 s
     monkeypatch.setattr(giver, "LOOK_S", 0.05)
     monkeypatch.setattr(giver, "RETRY_S", 0.2)
 
