@@ -36,13 +36,12 @@ RECORD_ROUTES = "RECORD_ROUTES"
 
 
 def record_routes(path: Path) -> None:
-    """Write down each microbatch that is counted here: its id, the stage, the optimizer step."""
+    """Write down each microbatch that is counted here: its id, the stage, the round."""
     backward = StageExecutor._backward
 
     def write(executor: StageExecutor, entered: ReplicaRound, microbatch: Microbatch, *args: Any) -> Any:
         result = backward(executor, entered, microbatch, *args)
-        step = entered.step.optimizer_step
-        entry = {"stage": executor._trainer.spec.index, "optimizer_step": step, "id": microbatch.id.hex()}
+        entry = {"stage": executor._trainer.spec.index, "round": entered.number, "id": microbatch.id.hex()}
         with path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return result

@@ -31,7 +31,7 @@ def orders_of(run: SwarmRun, folder: Path, num_stages: int) -> dict[int, list[li
     for path in sorted(folder.glob("*.route")):
         entries = [json.loads(line) for line in path.read_text().splitlines()]
         for step, stages in orders.items():
-            own = [entry for entry in entries if entry["optimizer_step"] == step]
+            own = [entry for entry in entries if entry["round"] == step]
             stages[entries[0]["stage"]].append([numbers[bytes.fromhex(entry["id"])] for entry in own])
     return orders
 
