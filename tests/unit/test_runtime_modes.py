@@ -27,8 +27,9 @@ def quick(monkeypatch):
     quick_stages(monkeypatch)
 
 
-def hall_of(averaging, data=None, **training):
+def hall_of(averaging, data=None, peers_to_start=1, **training):
     sections = {"averaging": averaging, "training": training, "recovery": {"snapshot_every": 0}}
+    sections["stages"] = {"count": 2, "peers_to_start": peers_to_start}
     return Hall(resolved_of(**sections, **({"data": data} if data else {})))
 
 
@@ -191,10 +192,10 @@ def test_a_seat_whose_device_rounds_otherwise_adopts_the_weights_of_its_stage_ma
 
 @pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
 def test_a_run_ends_with_all_its_updates_and_validates_the_last_weights(averaging):
-    steps = 20 * PERIOD  # enough for all to take part before the end
+    steps = 4 * PERIOD
 
     async def run():
-        hall = hall_of(averaging, steps=steps, validation_every=10 * PERIOD)
+        hall = hall_of(averaging, steps=steps, validation_every=2 * PERIOD, peers_to_start=2)
         async with swarm(hall.work, hall.resolved) as some:
             first, more = await two_of_each(some, hall)
             rigs = [hall.rigs[peer.identity.peer_id] for peer in (*first, *more)]
