@@ -174,6 +174,11 @@ class Epoch:
             return found
         return found[1:] if self.roster(COORDINATORS) else found[:-1]
 
+    @cached_property
+    def wished_of(self) -> tuple[Seat, ...]:
+        """Those who hear of all wishes: voters, and coordinators, which may decide by the run key."""
+        return tuple(dict.fromkeys((*self.voters, *self.roster(COORDINATORS))))
+
     def is_quorum(self, seats: Iterable[Seat], of: Iterable[Seat]) -> bool:
         """Whether some seats have more than half of the votes that all of them have."""
         votes = {self.vote_of(seat) for seat in of}

@@ -241,7 +241,7 @@ class Membership:
                 later_s = self._now_s + self.timing.silent_s - self.timing.probe_s
                 for seat in sorted(seats & set(self.epoch.seats)):
                     self._probed_s.setdefault(seat, later_s)
-            case Wanted(wish) if is_voter and self._may_wish(wish.body):
+            case Wanted(wish) if self.me in self.epoch.wished_of and self._may_wish(wish.body):
                 self._wishes[subject_of(wish.body)] = wish, self._now_s
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
@@ -286,7 +286,7 @@ class Membership:
             known = self._wishes.get(subject_of(wish))
             signed = known[0] if known is not None and known[0].body == wish else self._sign(wish)
             self._wishes[subject_of(wish)] = signed, self._now_s
-            self._send_all(epoch.voters, Wanted(signed))
+            self._send_all(epoch.wished_of, Wanted(signed))
         if self._sign_as_key is not None and not self._hears_quorum(self._now_s - self.timing.silent_s):
             self._send_all(epoch.seats, Probe())  # before the key decides, everybody is asked
         if is_voter:

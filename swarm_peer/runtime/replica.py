@@ -245,6 +245,7 @@ class Replica:
         self._peer.agreement.look()
         with anyio.move_on_after(0 if self._peer.context.metrics.run_is_over else PLACE_S):
             await self._peer.agreement.changed.wait_for(lambda: not self.has_place)
+            await self._peer.agreement.told()  # it may be the only one that knows the epoch without it
 
     async def _publish_progress(self, launcher: BatchLauncher) -> None:
         """Store progress in the DHT: at once at the end of a round, and else often enough that it does not expire."""

@@ -208,6 +208,10 @@ class Agreement:
         self._send(self.core.membership.announce_by_key(places, restart, least_term))
         self.look()
 
+    async def told(self) -> None:
+        """Wait until all messages have been sent, or have failed."""
+        await self._context.changed.wait_for(lambda: not self._queued)
+
     def look(self) -> None:
         """Have the core look soon at what has changed."""
         self._due.set()
@@ -261,6 +265,7 @@ class Agreement:
                 if isinstance(error, PeerUnreachable):
                     self.core.membership.suspect(peer)
         self._queued.pop(peer, None)
+        self._context.changed.notify()
 
 
 def rounds_of(manifest: RunManifest) -> RoundRules:
