@@ -494,13 +494,18 @@ def given_by(rig, *, weight=2, values=(1.0, 2.0, 3.0), digest=None, name=None):
     return contribution, statement, data
 
 
-async def two_mates(some):
+async def two_mates(some, hall):
+    """Rigs of two seats of stage 1, in a run that begins no further round."""
     first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
     await until(first, lambda peer: peer.core.membership.stages != frozenset())
     more = some.add(Identity.generate(), 1)
     await until([more], lambda peer: peer.core.membership.stages != frozenset())
     await until([first[1]], lambda peer: len(peer.core.epoch.roster(1)) == 2)
-    return first[1], more
+    hall.is_paused = True
+    peers = *first, more  # of which one may be a round behind the others
+    logs = [hall.rig(peer).driver.member.log for peer in peers]
+    await until(peers, lambda _: len({log.next_round for log in logs}) == 1)
+    return hall.rig(first[1]), hall.rig(more)
 
 
 def call_of(offset, data):
@@ -511,10 +516,7 @@ def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
     async def run():
         hall = Hall()
         async with swarm(hall.work) as some:
-            giver, taker = map(hall.rig, await two_mates(some))
-            hall.is_paused = True  # else the taker may be a round behind the giver
-            logs = [giver.driver.member.log, taker.driver.member.log]
-            await until([taker.peer], lambda _: logs[0].next_round == logs[1].next_round)
+            giver, taker = await two_mates(some, hall)
             caller = giver.peer.identity.peer_id
             contribution, statement, data = given_by(giver)
             for offset in (8, 8, 0, 0, 8):
@@ -530,8 +532,7 @@ def test_a_contribution_whose_round_ends_meanwhile_is_given_all_the_same():
     async def run():
         hall = Hall()
         async with swarm(hall.work) as some:
-            giver, taker = map(hall.rig, await two_mates(some))
-            hall.is_paused = True
+            giver, taker = await two_mates(some, hall)
             contribution, _, _ = given_by(giver)
             giver.driver.gradients.put(contribution.name, [torch.tensor([1.0, 2.0, 3.0])], 2)
 
@@ -550,7 +551,7 @@ def test_what_its_author_has_not_given_is_refused():
     async def run():
         hall = Hall()
         async with swarm(hall.work) as some:
-            giver, taker = map(hall.rig, await two_mates(some))
+            giver, taker = await two_mates(some, hall)
             caller, member = giver.peer.identity.peer_id, giver.driver.member
 
             async def give(given, error, match, by=caller, offset=0, cut=None):
@@ -579,8 +580,7 @@ def test_a_seat_holds_only_so_many_contributions_of_others(small_chunks, monkeyp
     async def run():
         hall = Hall()
         async with swarm(hall.work) as some:
-            giver, taker = map(hall.rig, await two_mates(some))
-            hall.is_paused = True
+            giver, taker = await two_mates(some, hall)
             caller, me = giver.peer.identity.peer_id, giver.driver.member.me
             next_round = taker.driver.member.log.next_round
             _, statement, data = given_by(giver, name=Name(me, next_round))
