@@ -53,7 +53,7 @@ def check_data(
 def _show(console: Console, number: int, pieces: Sequence[Piece]) -> None:
     from rich.text import Text
 
-    from coordinator.watch.plain_text import without_controls
+    from swarm_peer.policy.plain_text import without_controls
 
     has_colours = console.color_system is not None
     text = Text()

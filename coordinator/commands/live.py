@@ -26,11 +26,11 @@ from coordinator.commands.shared_options import (
     RunPeers,
 )
 from coordinator.dashboard.place import parse_place
-from coordinator.watch.plain_text import without_controls
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import LOGS, NETWORK, RUN, Addresses
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
+from swarm_peer.policy.plain_text import without_controls
 
 # A heading of --help.
 TEXT = Parameter(group=Group.create_ordered("The text"))

@@ -28,13 +28,13 @@ from coordinator.commands.shared_options import (
 from coordinator.dashboard.place import parse_place
 from coordinator.run.coordinator_options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
-from coordinator.watch.plain_text import without_controls
 from coordinator.watch.promises import Promises
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.cli import configure_logging
 from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
+from swarm_peer.policy.plain_text import without_controls
 
 if TYPE_CHECKING:
     from coordinator.run.service import RunService

@@ -13,9 +13,9 @@ from typing import Any, cast
 from coordinator.watch.contributions import Given
 from coordinator.watch.happenings import Event
 from coordinator.watch.metrics_file import MetricsLine
-from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
+from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # Optimizer steps whose mean length tells how long the others will take.

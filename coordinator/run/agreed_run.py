@@ -14,7 +14,6 @@ from coordinator.checkpoints.run_names import RunNames
 from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
-from coordinator.watch.waiting import Electorate
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.timeline import Timeline
@@ -22,6 +21,7 @@ from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.electorate import Electorate
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
@@ -131,7 +131,7 @@ class AgreedRun:
             view: the run's peers
         """
         membership, now_s = self._agreeing.membership, self._clock.monotonic_s()
-        return self._electorate.look(membership.epoch, view, now_s, has_lease=membership.has_lease(now_s))
+        return self._electorate.look(membership.epoch, view, now_s, lacks_voters=membership.lacks_voters)
 
     async def run(self, fits: Fits, reached: Callable[[], tuple[int, int]]) -> None:
         """Take part in agreement, and give checkpoints where they are wanted, until cancelled.

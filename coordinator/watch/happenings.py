@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words, who_is
 from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 

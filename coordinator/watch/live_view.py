@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.watch.happenings import Event
-from coordinator.watch.plain_text import plain_text
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
+from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import PeerView
 
 # Seconds between lines where the output is no terminal.

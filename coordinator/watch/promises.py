@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from coordinator.watch.plain_text import plain_text
 from swarm_peer.errors import SwarmError
+from swarm_peer.policy.plain_text import plain_text
 
 # Checkpoints that a line names; of more, the first and the last ones.
 MOST_NAMED = 6

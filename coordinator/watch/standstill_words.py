@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.watch.plain_text import plain_text
+from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerView
@@ -10,11 +10,11 @@ from swarm_peer.policy.view import PeerView
 MAX_WORDS = 200
 # Of each trouble, what the peers in it do not do.
 WHAT: dict[Trouble | None, str] = {
+    Trouble.NO_VOTERS: "waits for those who vote on who takes part",
     Trouble.DIVERGED: "brings no microbatch through, and no number is finite",
     Trouble.FAILING: "brings no microbatch through",
     Trouble.NO_UPDATES: "gets no update",
     Trouble.NO_DATA: "has nothing to train on",
-    Trouble.NO_MATES: "does not come to the end of the round",
     None: "has no peer that serves it, and those that join cannot",
 }
 

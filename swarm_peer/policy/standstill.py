@@ -105,11 +105,9 @@ def _of_stage(view: SwarmView, stage: int, now_s: float, *, rests: bool) -> Stan
         return None
     others = [peer for peer in serving if peer not in stuck]
     # Stage 0 alone launches microbatches, and a peer there that holds some may still bring them through. One that holds
-    # none may be between two of them. At other stages peers in trouble wait for their stage-mates.
+    # none may be between two of them.
     waits_for_others = any(peer.queue for peer in others) and stage == 0
     if others and (waits_for_others or not rests):
-        return None
-    if not rests and any(peer.trouble is Trouble.NO_MATES for peer in stuck):
         return None
     return _standstill(stage, stuck)
 

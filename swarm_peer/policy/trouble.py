@@ -21,20 +21,20 @@ UPDATES_MISSED = 3
 class Trouble(str, Enum):
     """A trouble that keeps a peer from its work, or from a part of it; the worst first.
 
+    NO_VOTERS: it does not hear most of those who vote on who takes part, and nothing is decided without them
     DIVERGED: every microbatch that it sends through the stages fails, since the numbers are not finite
     FAILING: every microbatch that it sends through the stages fails
     NO_UPDATES: no gradient of its stage has been finite for some rounds, so its weights stay as they are
     NO_DATA: it waits for samples to train on
-    NO_MATES: it waits for stage-mates at the end of a round, longer than the round took
     DATA_UNREAD: it cannot read a part of the data, and trains on
     NO_SNAPSHOTS: it cannot keep snapshots, and trains on
     """
 
+    NO_VOTERS = "no_voters"
     DIVERGED = "diverged"
     FAILING = "failing"
     NO_UPDATES = "no_updates"
     NO_DATA = "no_data"
-    NO_MATES = "no_mates"
     DATA_UNREAD = "data_unread"
     NO_SNAPSHOTS = "no_snapshots"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from swarm_peer.policy.trouble import Trouble
+from swarm_peer.policy.trouble import Complaint, Trouble
 
 # The stage of a peer that has joined and has not chosen its stage yet.
 UNDECIDED = -1
@@ -123,6 +123,12 @@ class PeerView:
     def life(self) -> Life:
         """The peer in this life."""
         return Life(self.peer_id, self.incarnation)
+
+    def complaining(self, complaint: Complaint) -> PeerView:
+        """The peer, if it announces what keeps it from its work: trouble is of peers that serve."""
+        if self.state is not PeerState.SERVING:
+            return replace(self, note=complaint.words)
+        return replace(self, note=complaint.words, trouble=complaint.trouble, trouble_since_s=complaint.since_s)
 
 
 def fault_of(peer: PeerView, num_stages: int) -> str | None:

@@ -139,15 +139,17 @@ class Cut:
         """The samples that it holds."""
         return tuple(item for each in self.brings for item in each.samples)
 
-    def holds(self, mine: Part, ledger: Ledger | None, most: Most) -> bool:
+    def holds(self, mine: Part, told: Collection[Name] | None, ledger: Ledger | None, most: Most) -> bool:
         """Whether it holds all that a member brings and that is of its base, and has it bring nothing else.
 
         Args:
+            told: what the leader has been told of that, if of a part alone
             ledger: at stage 0, where what holds a sample twice is left out
             most: that a contribution may have; one of more is left out
         """
         names = {each.name for each in self.brings}
         due = (each for each in mine.brings if each.base in ((), self.base) and each.name not in names)
+        due = (each for each in due if told is None or each.name in told)
         missing = [each for each in due if each.is_within(most)]
         if ledger is not None:
             missing = [each for each in missing if not repeats([*self.samples, *each.samples], ledger)]

@@ -308,7 +308,7 @@ class Member:
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
-        is_full = cut.holds(mine, self.ledger, self._context.most)
+        is_full = cut.holds(mine, present.told, self.ledger, self._context.most)
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
         if not (is_full and has_base and cut.is_within(self._context.most)):
             return False
@@ -449,7 +449,10 @@ class Member:
         said += [Blame(self.stage, answer.failed)] if answer.failed is not None else []
         for number in sorted(self.work.open):
             if (part := self.part_of(number)) is not None:
-                root = self.work.open[number].root or "" if number == self.log.next_round else ""
+                present = self.work.open[number]
+                if present.told is None:
+                    present.told = frozenset(each.name for each in part.brings)
+                root = present.root or "" if number == self.log.next_round else ""
                 said.append(Ready(self.stage, number, self.log.head, root, part))
         if self.stage == 0 and (working := self.working) is not None:
             said.append(self._counted(working, epoch))

@@ -173,6 +173,18 @@ class Membership:
         """Whether a quorum of voters has been heard of lately, so that a leader may go on."""
         return self._hears_quorum(now_s - self.timing.lease_s)
 
+    @property
+    def lacks_voters(self) -> bool:
+        """Whether this seat needs those who vote, and has heard of less than a quorum of them lately.
+
+        Voters and leaders need them all the time, and others while they wish for something.
+        """
+        epoch = self.epoch
+        leads = any(epoch.leader(stage) == self.me for stage in self.stages)
+        wishes = any(subject[1] == self.me for subject in self._wishes)
+        needs = leads or wishes or self.me in epoch.wished_of
+        return needs and not self._hears_quorum(self._now_s - self.timing.silent_s)
+
     def unheard_voters(self, since_s: float) -> list[Seat]:
         """The other voters that have not been heard of since some time."""
         return [seat for seat in self.epoch.voters if seat != self.me and self._heard_s.get(seat, -1.0) <= since_s]
@@ -287,6 +299,9 @@ class Membership:
             signed = known[0] if known is not None and known[0].body == wish else self._sign(wish)
             self._wishes[subject_of(wish)] = signed, self._now_s
             self._send_all(epoch.wished_of, Wanted(signed))
+        if own:  # nobody answers a wish
+            for seat in self.unheard_voters(self._now_s - self.timing.alive_s):
+                self._send(seat.peer, Probe())
         if self._sign_as_key is not None and not self._hears_quorum(self._now_s - self.timing.silent_s):
             self._send_all(epoch.seats, Probe())  # before the key decides, everybody is asked
         if is_voter:

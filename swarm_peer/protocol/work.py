@@ -113,6 +113,7 @@ class OpenRound:
         is_drained: whether nothing of it is inside any more
         is_rooted: whether its leader has asked for the root of the state
         root: of the state that it begins with; None until the driver has told it
+        told: names that it has told its leader since it is ready; one that has come later may be in no cut
     """
 
     number: int
@@ -122,6 +123,7 @@ class OpenRound:
     is_drained: bool = False
     is_rooted: bool = False
     root: str | None = None
+    told: frozenset[Name] | None = None
     answer: Answer = field(default_factory=Answer)
 
 
@@ -237,6 +239,7 @@ class Work:
         present = self.open[number]
         self._lose(number, present.computed)
         present.computed, present.voids, present.is_void = Computed(), present.voids + 1, False
+        present.told = None
 
     def _lose(self, number: int, made: Computed) -> None:
         if made.weight or made.samples:

@@ -8,6 +8,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, HubFailed, NotAdmitted, UserError
+from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.protocol.epochs import Certified
 from swarm_peer.runtime.assembly import PeerParts
@@ -24,6 +25,7 @@ from swarm_peer.runtime.network.assignments import wait_for_end
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.electorate import Electorate
 from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.transport import Transport
@@ -41,6 +43,8 @@ GOODBYE_S = 5.0
 # Others are asked for the run's epochs for so long, and after such a pause once more.
 FIND_EPOCHS_S = 10.0
 FIND_PAUSE_S = 1.0
+# Between two looks whether those who vote can be heard.
+VOTERS_PAUSE_S = 1.0
 
 
 class Peer:
@@ -94,6 +98,7 @@ class Peer:
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._moved_from = UNDECIDED
         self._failure: UserError | None = None
+        self._waits: Complaint | None = None  # for those who vote
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
@@ -115,7 +120,9 @@ class Peer:
                 self._options.metrics_host, self._options.metrics_port, self._dht.addresses
             ),
         )
-        return about if replica is None else replica.describe(about)
+        if replica is not None:
+            about = replica.describe(about)
+        return about if self._waits is None else about.complaining(self._waits)
 
     async def run(self, stage: int, ended: anyio.Event) -> None:
         """Take part in the run, until it is over for this peer.
@@ -143,6 +150,7 @@ class Peer:
                 if (first := await self._find_epochs()) is not None:
                     parts = self._make_parts(first)
                     tasks.start_soon(parts.agreement.run)
+                    tasks.start_soon(self._look_for_voters, parts.agreement)
                     await self._stay_in_stages(parts, stage)
                 if self._failure is not None:
                     raise self._failure
@@ -213,6 +221,21 @@ class Peer:
         )
         self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)
         return parts
+
+    async def _look_for_voters(self, agreement: Agreement) -> None:
+        """Say for whom the run waits, while most of those who vote cannot be heard."""
+        electorate, clock = Electorate(self._me), self._context.clock
+        while True:
+            await anyio.sleep(VOTERS_PAUSE_S)
+            membership = agreement.core.membership
+            view, lacks = self._directory.view, membership.lacks_voters
+            words = electorate.look(membership.epoch, view, clock.monotonic_s(), lacks_voters=lacks)
+            before, self._waits = self._waits, None
+            if words and electorate.silent_since_s is not None:
+                self._waits = Complaint(Trouble.NO_VOTERS, electorate.silent_since_s, f"the run waits: {words}")
+            if self._waits != before:
+                log.warning("waiting reason=%s", words) if words else log.info("waited voters=heard")
+                await self._directory.announce()
 
     # --- stays in stages
 

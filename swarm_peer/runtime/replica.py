@@ -122,8 +122,7 @@ class Replica:
         """Complete what this peer announces of itself by what it says of this replica."""
         admission, step = self.parts.core.admission, self.step
         if peer.state is PeerState.SERVING and (complaint := self._complaint()) is not None:
-            words = complaint.words
-            peer = replace(peer, note=words, trouble=complaint.trouble, trouble_since_s=complaint.since_s)
+            peer = peer.complaining(complaint)
         return replace(
             peer,
             stage=self.stage,

@@ -51,8 +51,9 @@ def test_a_member_does_not_wait_for_a_contribution_that_no_cut_may_hold():
     most = RULES.most
     cut = Cut(stage=0, round=0, epoch=ID, attempt=0, parent="", root="", base=BASE, averages=True, parts=(Part(A, ()),))
     heavy, fair = (Contribution(Name(A, 0), weight, (), BASE) for weight in (most.weight + 1, most.weight))
-    assert cut.holds(Part(A, (heavy,)), None, most)
-    assert not cut.holds(Part(A, (fair,)), None, most)
+    assert cut.holds(Part(A, (heavy,)), None, None, most)
+    assert not cut.holds(Part(A, (fair,)), None, None, most)
+    assert cut.holds(Part(A, (fair,)), (), None, most), "it has come when the leader had made its cut"
 
 
 def test_roots_are_told_of_states_that_are_compared_or_become_snapshots():

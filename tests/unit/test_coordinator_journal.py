@@ -10,12 +10,12 @@ from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.happenings import MOVING_S, Happenings, make_event, standing
 from coordinator.watch.journal import EVENTS, Journal, read_events
 from coordinator.watch.metrics_file import metrics_line
-from coordinator.watch.plain_text import plain_text
 from coordinator.watch.promises import Promises
 from coordinator.watch.pulse import CoordinatorPulse
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.wire.records import Assignment, CoordinationRecord

@@ -15,13 +15,13 @@ from coordinator.watch.journal import Journal
 from coordinator.watch.live_view import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
 from coordinator.watch.summary import summarise
-from coordinator.watch.waiting import PATIENCE_S, Electorate
 from swarm_peer.policy.standstill import STANDS_S
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.protocol.epochs import COORDINATORS, Epoch, Place
 from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.electorate import PATIENCE_S, Electorate
 
 WORDS = "every microbatch fails: the loss is not finite"
 FAILING = replace(peer("12D3KooWabcdefgh", 0), name="anna", note=WORDS, trouble=Trouble.FAILING, trouble_since_s=100.0)
@@ -202,18 +202,18 @@ def view_of(*seats):
 
 def test_voters_that_are_gone_are_named_once_they_have_been_silent_for_a_while():
     electorate = Electorate(ME.peer)
-    assert electorate.look(BEGUN, view_of(ANNA, BEA), 0.0, has_lease=True) == ""
-    assert electorate.look(BEGUN, view_of(), 1.0, has_lease=False) == ""
-    gone = electorate.look(BEGUN, view_of(), 1.0 + PATIENCE_S, has_lease=False)
+    assert electorate.look(BEGUN, view_of(ANNA, BEA), 0.0, lacks_voters=False) == ""
+    assert electorate.look(BEGUN, view_of(), 1.0, lacks_voters=True) == ""
+    gone = electorate.look(BEGUN, view_of(), 1.0 + PATIENCE_S, lacks_voters=True)
     assert gone == "most of those who vote are gone: anna (…annaanna), beab (…eabeabea)"
-    assert electorate.look(BEGUN, view_of(), 2.0 + PATIENCE_S, has_lease=True) == ""
-    assert electorate.look(BEGUN, view_of(), 3.0 + PATIENCE_S, has_lease=False) == "", "anew"
+    assert electorate.look(BEGUN, view_of(), 2.0 + PATIENCE_S, lacks_voters=False) == ""
+    assert electorate.look(BEGUN, view_of(), 3.0 + PATIENCE_S, lacks_voters=True) == "", "anew"
 
 
 def test_voters_that_still_announce_themselves_are_only_silent():
     electorate = Electorate(ME.peer)
-    electorate.look(BEGUN, view_of(ANNA, BEA), 0.0, has_lease=False)
-    words = electorate.look(BEGUN, view_of(ANNA, BEA), PATIENCE_S, has_lease=False)
+    electorate.look(BEGUN, view_of(ANNA, BEA), 0.0, lacks_voters=True)
+    words = electorate.look(BEGUN, view_of(ANNA, BEA), PATIENCE_S, lacks_voters=True)
     assert words == "most of those who vote are silent"
 
 
@@ -223,8 +223,8 @@ def test_another_coordinator_and_a_peer_that_was_never_seen_have_no_names():
         BEGUN, places=(*BEGUN.places, Place(COORDINATORS, other), Place(0, Seat("12D3KooWnever-seen", 1, "")))
     )
     electorate = Electorate(ME.peer)
-    electorate.look(epoch, view_of(ANNA, BEA), 0.0, has_lease=False)
-    words = electorate.look(epoch, view_of(ANNA, BEA), PATIENCE_S, has_lease=False)
+    electorate.look(epoch, view_of(ANNA, BEA), 0.0, lacks_voters=True)
+    words = electorate.look(epoch, view_of(ANNA, BEA), PATIENCE_S, lacks_voters=True)
     assert words == "most of those who vote are gone: a coordinator (…he-other), peer (…ver-seen)"
 
 
