@@ -156,7 +156,9 @@ def epochs_in(body: Rounds) -> set[EpochId]:
         case Close():
             closes = [body]
         case Cutting(cut):
-            cuts = {cut.epoch}
+            cuts = {cut.epoch, *(signed.body.epoch for part in cut.parts for signed in part.given)}
+        case Ready():
+            cuts = {signed.body.epoch for signed in body.part.given}
         case Commit(committed) | Evidence(committed):
             entries = (committed,)
         case Entries():
@@ -257,7 +259,7 @@ class Core:
 
     def _is_stuck(self, stage: int, now_s: float) -> bool:
         """Whether the leader of a stage has not done for long what its member here waits for."""
-        waits_for = self.epoch.id, self.members[stage].waits_for
+        waits_for = self.epoch.leader(stage), self.members[stage].waits_for
         before, since_s = self._waits.get(stage, (None, now_s))
         if waits_for != before:
             since_s = now_s

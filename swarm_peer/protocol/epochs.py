@@ -31,6 +31,8 @@ COORDINATORS = -1
 # Voters of an epoch. More of them make each epoch dearer, and fewer are gone sooner.
 MAX_VOTERS = 7
 MAX_ROUND = 1 << 40
+# A seat may be further than most others by less than so many rounds.
+ROUNDS_APART = 64
 # Epochs that are kept for seats that have missed some; besides, all since the newest one that the run key has signed,
 # from which a newcomer can check those that follow.
 KEPT_EPOCHS = 64
@@ -283,7 +285,8 @@ def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restar
     offers = [wish for wish in wishes if isinstance(wish, Offer)]
     if not offers:
         return None
-    after_round = max(epoch.restart.first_round, *(offer.round for offer in offers))
+    told = _told_by_most(epoch, {offer: offer.round for offer in offers})
+    after_round = max(epoch.restart.first_round, min(max(offer.round for offer in offers), told + ROUNDS_APART))
     times = {(snapshot.optimizer_step, snapshot.base) for offer in offers for snapshot in offer.snapshots}
     complete = list[tuple[int, int, str, tuple[str, ...]]]()
     for step, base in times:
@@ -293,8 +296,18 @@ def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restar
     if complete:
         step, _, _, entries = max(complete)
         return rules.restart(after_round, step, entries)
-    come_to = max(offer.optimizer_step for offer in offers)
+    come_to = _told_by_most(epoch, {offer: offer.optimizer_step for offer in offers})
     return rules.restart(after_round, 0) if come_to <= rules.begin_anew_steps else None
+
+
+def _told_by_most(epoch: Epoch, told: dict[Offer, int]) -> int:
+    """The largest number that is told, where nobody is feared to lie; else one that most votes have come to."""
+    numbers = sorted(set(told.values()), reverse=True)
+    if not epoch.is_divided:
+        return numbers[0]
+    authors = [offer.author for offer in told]
+    reached = (n for n in numbers if epoch.is_quorum([offer.author for offer in told if told[offer] >= n], authors))
+    return next(reached)
 
 
 def _most_held(stage: int, step: int, base: str, offers: Iterable[Offer]) -> tuple[int, str]:

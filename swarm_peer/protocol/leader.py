@@ -27,6 +27,7 @@ from swarm_peer.protocol.log import (
     base_of,
     is_lacking,
     repeats,
+    that_fit,
 )
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import (
@@ -58,7 +59,7 @@ class Attempt:
     """One cut of a round, as the leader sees it.
 
     Attributes:
-        most_s: when most members of the cut had its result
+        most_s: when its entry was agreed
     """
 
     cut: Cut
@@ -75,6 +76,7 @@ class Round:
     Attributes:
         late: those who have kept the others waiting
         far: when seats have said last that they lack more than the newest entries
+        unreached: those with whom most of a cut have averaged in vain
     """
 
     number: int
@@ -82,6 +84,7 @@ class Round:
     first_ready_s: float = 0.0
     late: set[Seat] = field(default_factory=set)
     far: dict[Seat, float] = field(default_factory=dict)
+    unreached: set[Seat] = field(default_factory=set)
     attempt: Attempt | None = None
 
 
@@ -106,7 +109,9 @@ class OtherStages:
             return None
         oldest = own.next_round - self._context.lag - 2
         told = {**self._told.get((head.stage, sender), {}), **theirs.heads()}
-        self._told[head.stage, sender] = {number: each for number, each in told.items() if number >= oldest}
+        self._told[head.stage, sender] = told
+        near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
+        self._told = {key: heads for key, heads in near.items() if heads}
         if own.is_empty:
             return None
         cut = own.committed[-1].entry.cut
@@ -137,7 +142,7 @@ class OtherStages:
     def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose heads were not told for long, so that their members are asked."""
         stages = [stage for stage in range(self._context.num_stages) if self._head(stage, number, epoch) is None]
-        lacks = number, tuple(stages), epoch.id
+        lacks = number, tuple((stage, epoch.leader(stage)) for stage in stages)
         if lacks != self._lacks[0]:
             self._lacks = lacks, now_s
         return stages if now_s > self._lacks[1] + self._context.timing.heads_s else []
@@ -190,11 +195,16 @@ class Leader:
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
             self._follow(theirs)
+        if self.round.attempt is None and not self._has_committed:
+            self._commit_what_is_signed()
         return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
 
     def take_counted(self, sender: Seat, counted: Counted, epoch: Epoch, now_s: float) -> Body | None:
         """Note what a seat of stage 0 has done, and say what it may do next."""
         if not self.is_synced or self._member.is_behind or self._member.ledger is None:
+            return None
+        # Nobody is further than its leader, but by what an earlier leader has committed.
+        if max(counted.done.body.round, counted.wants.round) > self._member.log.next_round + self._context.lag + 1:
             return None
         return Granted(self.batch.take(sender, counted, self._member, epoch, now_s))
 
@@ -233,7 +243,7 @@ class Leader:
     def entries(self, since: int) -> Entries:
         """The log, for members that have it up to a round."""
         log = self._member.log
-        told = log.since(min(since, log.next_round - 1))
+        told = that_fit(log.since(min(since, log.next_round - 1)), self._context.epoch_of)
         return Entries(log.stage, self.reign, told, self.evidence)
 
     def is_awaited(self, seat: Seat, body: Body) -> bool:
@@ -319,19 +329,35 @@ class Leader:
         """Take the longest log that a member has, and the entry that a quorum has signed already."""
         roster = epoch.roster(self._member.stage)
         self._statuses[self._member.me] = self._member.status()
-        assert self._since_s is not None
-        is_complete = set(roster) <= set(self._statuses)
-        if not is_complete and now_s < self._since_s + self._timing.status_s:
+        if not self._has_heard_enough(now_s, epoch, roster):
             return
         logs = [self._member.log_of(status.committed) for status in self._statuses.values()]
         longest = max(filter(None, logs), key=lambda log: log.age)
         self._follow(longest)
-        for committed in self._signed_already():
-            if self._member.take_commit(committed):
-                break
+        self._commit_what_is_signed()
         self.batch.adopt({seat: status.reads for seat, status in self._statuses.items() if seat in roster})
         self.is_synced = True
         self.round = Round(self._member.log.next_round)
+
+    def _has_heard_enough(self, now_s: float, epoch: Epoch, roster: tuple[Seat, ...]) -> bool:
+        """Whether all members have said where they stand, or the others had their time.
+
+        They have more where members have signed something for the open round: its entry may have been committed, and
+        other stages may have gone on from that.
+        """
+        if set(roster) <= set(self._statuses):
+            return True
+        assert self._since_s is not None
+        has_signed = any(status.said for status in self._statuses.values())
+        heard = epoch.is_quorum(set(roster) & set(self._statuses), roster) and not has_signed
+        return now_s >= self._since_s + (self._timing.status_s if heard else self._timing.synced_s)
+
+    def _commit_what_is_signed(self) -> None:
+        """Follow the entry of the open round that enough members have signed already, if there is one."""
+        for committed in self._signed_already():
+            if self._member.take_commit(committed):
+                self.round = Round(self._member.log.next_round)
+                break
 
     def _follow(self, log: Log) -> None:
         """Take a member's log for the stage's."""
@@ -348,12 +374,15 @@ class Leader:
         for (cut, _), statements in said.items():
             for status in self._statuses.values():
                 statements += [s for c, s in status.said if c == cut and isinstance(s.body, Pass)]
-        close = self._member.closes.get(self._member.log.next_round)
+        log = self._member.log
+        close = self._member.closes.get(log.next_round)
         if close is None:
             return []
-        found = [Committed(Entry(cut, digest), tuple(each), close) for (cut, digest), each in said.items()]
-        # In a run of few tickets one statement is enough, but not where others of the cut may have another result.
-        return [each for each in found if 2 * len(each.agreement) > len(each.entry.cut.parts)]
+        return [
+            Committed(Entry(cut, digest), tuple(statements), close)
+            for (cut, digest), statements in said.items()
+            if (cut.round, cut.parent) == (log.next_round, log.head)
+        ]
 
     # --- cuts
 
@@ -406,43 +435,48 @@ class Leader:
 
     def _parts(self, seats: list[Seat], base: Base) -> tuple[Part, ...]:
         """The parts of a cut: each name is in one of them, and no sample is there twice."""
-        ready, ledger = self.round.ready, self._member.ledger
+        ready, ledger, stage = self.round.ready, self._member.ledger, self._member.stage
+        given = {signed.body.contribution: signed for seat in seats for signed in ready[seat].part.given}
         offered = [(seat, each) for seat in seats for each in ready[seat].part.brings]
         # A seat that still has its own contribution brings it: others may have been given a part of it.
         offered.sort(key=lambda pair: pair[1].name.seat != pair[0])
         brings: dict[Seat, list[Contribution]] = {seat: [] for seat in seats}
         names, samples = set[Name](), list[WindowRange]()
         for seat, each in offered:
-            is_within = Part(seat, (each,)).is_within(self.round.number, self._context.most)
+            alone = Part(seat, (each,), (given[each],) if each in given else ())
+            is_within = alone.is_within(self.round.number, self._context.most)
             if each.name in names or each.base not in ((), base) or not is_within:
+                continue
+            if not alone.is_given(stage, self._context.epoch_of):
                 continue
             if ledger is not None and repeats([*samples, *each.samples], ledger):
                 continue
             names.add(each.name)
             samples += each.samples
             brings[seat].append(each)
-        return tuple(Part(seat, tuple(each)) for seat, each in brings.items())
+        return tuple(
+            Part(seat, tuple(own), tuple(given[each] for each in own if each in given and each.name.seat != seat))
+            for seat, own in brings.items()
+        )
 
     def _agreed(self, now_s: float, epoch: Epoch, present: Attempt) -> Committed | None:
         """The entry, once all members of the cut have the same result, or most have and the others had their time."""
-        cut = present.cut
+        cut, agreement = present.cut, tuple(present.said.values())
         have = {seat: s.body.digest for seat, s in present.said.items() if isinstance(s.body, Have)}
-        if not have:
+        if (origin := self._context.epoch_of(cut.epoch)) is None:
             return None
-        digest, count = max(Counter(have.values()).items(), key=lambda item: (item[1], item[0]))
-        if present.most_s is None and 2 * count > len(cut.parts):
-            present.most_s = now_s
+        entries = [Entry(cut, digest) for digest in sorted(set(have.values()))]
+        entry = next((each for each in entries if each.is_agreed(agreement, origin)), None)
+        if entry is None:
+            return None
         if present.most_s is None:
-            return None
-        others = self._patience.waited_for(seat for seat in cut.seats if have.get(seat) != digest)
+            present.most_s = now_s
+        others = self._patience.waited_for(seat for seat in cut.seats if have.get(seat) != entry.digest)
         others_s = max(self._timing.others_s, present.most_s - present.since_s)
         if others and now_s < present.most_s + others_s:
             return None
         self.round.late |= others
-        entry, agreement = Entry(cut, digest), tuple(present.said.values())
-        origin = self._context.epoch_of(cut.epoch)
-        close = self._member.closes[cut.round]
-        return Committed(entry, agreement, close) if origin is not None and entry.is_agreed(agreement, origin) else None
+        return Committed(entry, agreement, self._member.closes[cut.round])
 
     def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None, present: Attempt) -> None:
         """Try again without those that said nothing, or without accuser and accused; then with all once more."""
@@ -460,8 +494,10 @@ class Leader:
         if not gone and not silent:
             left_out, blamed = _to_leave_out(epoch, cut, present.blamed)
             left -= left_out
+            if len(blamed) > 1:
+                self.round.unreached |= left_out
         if attempt % MAX_TRIES == 0 or not left:
-            blamed, left = (), set(ready) & roster
+            blamed, left = (), set(ready) & roster - self.round.unreached
             if not epoch.is_divided and left:
                 left = {max(left, key=lambda seat: (ready[seat].part.weight, seat))}
         if left:
@@ -475,13 +511,16 @@ def _to_leave_out(
 ) -> tuple[set[Seat], tuple[Signed[Blamed], ...]]:
     """The seats that are left out after accusations, and these.
 
-    It is the seat that most votes of the cut accuse; or else accuser and accused of the pair between which most
-    accusations are, since one of the two lies. The others whom that accuser accuses stay.
+    It is all whom most votes of the cut accuse; or else all seats of two votes, of accuser and accused of the pair
+    between which most accusations are, since one of the two lies. The others whom that accuser accuses stay.
     """
-    for accused in sorted(cut.seats):
-        accusers = {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
-        if epoch.is_quorum(accusers, cut.seats):
-            return {accused}, tuple(blamed[author] for author in sorted(accusers))
+    accusers = {
+        accused: {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
+        for accused in cut.seats
+    }
+    if worst := {accused for accused, by in accusers.items() if epoch.is_quorum(by, cut.seats)}:
+        authors = sorted(set[Seat]().union(*(accusers[accused] for accused in worst)))
+        return worst, tuple(blamed[author] for author in authors)
     pairs = Counter(
         frozenset({author, accused})
         for author, each in blamed.items()
@@ -490,6 +529,7 @@ def _to_leave_out(
     )
     if not pairs:
         return set(), ()
-    worst = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
-    author = next(seat for seat in sorted(worst) if seat in blamed and worst <= {seat, *blamed[seat].body.seats})
-    return set(worst), (blamed[author],)
+    pair = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
+    author = next(seat for seat in sorted(pair) if seat in blamed and pair <= {seat, *blamed[seat].body.seats})
+    votes = {epoch.vote_of(seat) for seat in pair}
+    return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)

@@ -5,7 +5,7 @@ Owns what makes an entry valid. Knows nothing of how one comes about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, merge_ranges,
 from swarm_peer.protocol.epochs import Epoch, Restart
 from swarm_peer.protocol.statements import EpochId, Seat, Signed, Statement, hash_of
 
+# An epoch that was chosen, by its id; None if it is not known.
+EpochOf = Callable[[EpochId], Epoch | None]
 # The heads of all stages that a round is computed from.
 Base = tuple[str, ...]
 
@@ -55,8 +57,9 @@ class Contribution(NamedTuple):
 
     def is_within(self, most: Most) -> bool:
         """Whether it has no more weight and samples than a contribution can have."""
+        are_ranges = all(0 <= each.start <= each.end for each in self.samples)
         is_short = num_windows(self.samples) <= most.samples and len(self.samples) <= MAX_RANGES
-        return is_short and 0 <= self.weight <= most.weight
+        return are_ranges and is_short and 0 <= self.weight <= most.weight
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,15 @@ class HandedOver(Statement):
 
 
 class Part(NamedTuple):
-    """A member's part of the update of a round: its own contribution, and those that others have given it."""
+    """A member's part of the update of a round: its own contribution, and those that others have given it.
+
+    Attributes:
+        given: of each contribution of another seat, that seat's statement
+    """
 
     seat: Seat
     brings: tuple[Contribution, ...]
+    given: tuple[Signed[HandedOver], ...] = ()
 
     @property
     def weight(self) -> int:
@@ -85,6 +93,15 @@ class Part(NamedTuple):
     def is_within(self, number: int, most: Most) -> bool:
         """Whether each contribution is of a round, and has no more weight and samples than it can have."""
         return all(each.name.round == number and each.is_within(most) for each in self.brings)
+
+    def is_given(self, stage: int, epoch_of: EpochOf) -> bool:
+        """Whether seats of the stage have given this one what it brings of others."""
+        given = set[Contribution]()
+        for signed in self.given:
+            author, epoch = signed.body.author, epoch_of(signed.body.epoch)
+            if epoch is not None and author in epoch.roster(stage) and author == signed.body.contribution.name.seat:
+                given.add(signed.body.contribution)
+        return all(each.name.seat == self.seat or each in given for each in self.brings)
 
 
 @dataclass(frozen=True)
@@ -205,7 +222,7 @@ class Entry:
         return hash_of(("entry", self.cut.hash, self.digest))
 
     def is_agreed(self, agreement: Agreement, epoch: Epoch) -> bool:
-        """Whether it may be committed: a quorum of the stage has its result, or agrees to be left out.
+        """Whether it may be committed: most of the cut have its result; with those left out, a quorum agrees.
 
         Args:
             epoch: in which the cut was made
@@ -222,9 +239,9 @@ class Entry:
                 have.add(body.author)
             elif isinstance(body, Pass) and body.author not in self.cut.seats:
                 agree.add(body.author)
-        if not epoch.is_divided:
-            return bool(have)
-        return bool(have) and epoch.is_quorum((have | agree) & set(roster), roster)
+        if not epoch.is_quorum(have, self.cut.seats):
+            return False
+        return not epoch.is_divided or epoch.is_quorum(have | agree & set(roster), roster)
 
 
 @dataclass(frozen=True)
@@ -282,14 +299,29 @@ class Committed(NamedTuple):
     close: Close
 
 
-# An epoch that was chosen, by its id; None if it is not known.
-EpochOf = Callable[[EpochId], Epoch | None]
-
-
+# A message of 1 MiB holds so many signed statements, and its receiver keeps so many past epochs that they are about.
+MAX_STATEMENTS = 1500
+MAX_EPOCHS = 32
 # Entries that a log keeps. A member that lacks more takes a state.
 KEPT_ENTRIES = 16
 # A seat that lacks fewer entries than so many is waited for.
 NEAR = 3
+
+
+def that_fit(entries: Sequence[Committed], epoch_of: EpochOf) -> tuple[Committed, ...]:
+    """The newest of some entries: those that one message can hold, and whose epochs are known; at least one."""
+    told, epochs, num_statements = list[Committed](), set[EpochId](), 0
+    for committed in reversed(entries):
+        counts = [signed.body for signed in committed.close.counts]
+        cut = committed.entry.cut
+        num_statements += len(cut.brings) + len(committed.agreement) + sum(1 + len(each.receipts) for each in counts)
+        epochs |= {cut.epoch, *(each.epoch for each in counts)}
+        epochs |= {receipt.body.epoch for each in counts for receipt in each.receipts}
+        is_known = epoch_of(cut.epoch) is not None
+        if told and (num_statements > MAX_STATEMENTS or len(epochs) > MAX_EPOCHS or not is_known):
+            break
+        told.insert(0, committed)
+    return tuple(told)
 
 
 def base_of(stage: int, restart: Restart) -> str:
@@ -398,10 +430,17 @@ class Log:
         return is_agreed and is_lacking(self, cut.base[self.stage], cut.round - lag)
 
     def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
-        """Whether each entry follows the one before, and was committed; those that are known need no look."""
+        """Whether each entry follows the one before, and was committed; those that are known need no look.
+
+        Args:
+            known: a log of the same restart, perhaps of another stage
+        """
         head, known_heads = self._before_first, set(known.heads().values())
-        # A certificate of an epoch that is over proves nothing any more: few tickets may have been there then.
-        earliest = next((each.entry.cut.epoch for each in known.committed if each.entry.hash == head), None)
+        # A certificate of an epoch before that of a known entry of its round, or of an earlier one, proves nothing any
+        # more: few tickets may have been there then.
+        ours = known.committed if known.stage == self.stage else ()
+        epochs = {each.entry.cut.round: each.entry.cut.epoch for each in ours}
+        earliest = max((epoch for number, epoch in epochs.items() if number < self._first_round), default=None)
         if self._first_round == self.restart.first_round and head != base_of(self.stage, self.restart):
             return False
         if self._first_round < self.restart.first_round:
@@ -411,6 +450,7 @@ class Log:
             if (cut.stage, cut.round, cut.parent) != (self.stage, number, head):
                 return False
             head = entry.hash
+            earliest = max(filter(None, (earliest, epochs.get(number))), default=None)
             if head in known_heads:
                 continue
             epoch = epoch_of(cut.epoch)

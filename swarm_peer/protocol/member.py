@@ -20,11 +20,13 @@ from swarm_peer.protocol.log import (
     Contribution,
     Cut,
     Done,
+    HandedOver,
     Have,
     Log,
     Part,
     Pass,
     Receipt,
+    that_fit,
 )
 from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Head, Ready, Said, Status
 from swarm_peer.protocol.statements import EpochId, S, Seat, Signed
@@ -218,11 +220,12 @@ class Member:
             self.ledger = self.ledger if self.state == state else None
         self.state = state
 
-    def take_guest(self, contribution: Contribution) -> bool:
-        """Keep a contribution that a leaver has given this seat, under its name. May come again."""
+    def take_guest(self, given: Signed[HandedOver]) -> bool:
+        """Keep a contribution that its author has given this seat, under its name. May come again."""
+        contribution = given.body.contribution
         is_due = contribution.name.round >= self.log.next_round and contribution.name.seat != self.me
         if is_due:
-            self.work.guests[contribution.name] = contribution
+            self.work.guests[contribution.name], self.work.given[contribution.name] = contribution, given
         return is_due
 
     def to_hand_over(self) -> list[Contribution]:
@@ -310,7 +313,8 @@ class Member:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
         is_full = cut.holds(mine, present.told, self.ledger, self._context.most)
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
-        if not (is_full and has_base and cut.is_within(self._context.most)):
+        are_given = all(part.is_given(self.stage, self._context.epoch_of) for part in cut.parts)
+        if not (is_full and has_base and are_given and cut.is_within(self._context.most)):
             return False
         is_ours = cut.base[self.stage] == self.base(cut.round) and present.root in (None, cut.root)
         is_repeating = self.ledger is not None and cut.is_repeating(self.ledger)
@@ -319,7 +323,7 @@ class Member:
     def _is_left_out_rightly(self, present: OpenRound, cut: Cut) -> bool:
         """Whether a seat that is ready agrees to be left out.
 
-        It was too slow, its accuser is left out as well, or most votes of the cut before accuse it.
+        It was too slow, all of its accuser's vote are left out as well, or most votes of the cut before accuse it.
         """
         before, epoch = present.answer.cut, self._context.epoch_of(cut.epoch)
         if before is None or epoch is None:
@@ -327,7 +331,9 @@ class Member:
         was_slow = self.me in before.seats and present.answer.said is None
         about_it = (signed.body for signed in cut.blamed if signed.body.cut == before.hash)
         accusers = {body.author for body in about_it if self.me in body.seats}
-        return was_slow or bool(accusers - set(cut.seats)) or epoch.is_quorum(accusers, before.seats)
+        votes = {epoch.vote_of(seat) for seat in cut.seats}
+        is_pair = any(epoch.vote_of(seat) not in votes for seat in accusers)
+        return was_slow or is_pair or epoch.is_quorum(accusers, before.seats)
 
     def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
         """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""
@@ -435,7 +441,7 @@ class Member:
         present = self.work.open.get(number)
         if present is None or not self._is_ready(present):
             return None
-        return Part(self.me, self.work.brings(number) if self._context.averages(number) else ())
+        return self.work.part(number) if self._context.averages(number) else Part(self.me, ())
 
     def sayings(self, epoch: Epoch) -> list[Body]:
         """All that its leader should hear, and may not have heard yet."""
@@ -471,19 +477,21 @@ class Member:
 
     def head(self) -> Head:
         """Where the stage stands, for the leaders of others."""
-        return Head(self.stage, self.log.committed[-1 - 2 * self._context.lag :])
+        told = self.log.committed[-1 - 2 * self._context.lag :]
+        return Head(self.stage, that_fit(told, self._context.epoch_of))
 
     def entries(self) -> Entries:
         """The log as this seat has it, for a newcomer."""
         assert self.reign is not None, "the log is known"
-        return Entries(self.stage, self.reign, self.log.committed, None)
+        return Entries(self.stage, self.reign, that_fit(self.log.committed, self._context.epoch_of), None)
 
     def status(self) -> Status:
         """Where this seat stands."""
         present = self.work.open.get(self.log.next_round)
         cut, statement = (None, None) if present is None else (present.answer.cut, present.answer.said)
         said = () if cut is None or statement is None else ((cut, statement),)
-        newest, reads = self.log.committed[-TOLD_ENTRIES:], self.work.undecided(self.reads)
+        newest = that_fit(self.log.committed[-TOLD_ENTRIES:], self._context.epoch_of)
+        reads = self.work.undecided(self.reads)
         return Status(self.stage, newest, self.state, tuple(self.closes.values()), said, reads)
 
     @property

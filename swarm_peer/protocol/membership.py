@@ -57,8 +57,8 @@ from swarm_peer.protocol.statements import (
     subject_of,
 )
 
-# Epochs in one message; a seat that has missed more asks again.
-MAX_TOLD_EPOCHS = 64
+# Places and statements of epochs in one message of 1 MiB; a seat that has missed more asks again.
+MAX_TOLD = 4000
 # A wish that its author has not repeated for so many times resend_s is none any more.
 WISHES_LAPSE = 8
 # Numbers of ballots grow no faster with time than these. One beyond all numbers would end all epochs.
@@ -118,6 +118,7 @@ class Membership:
         self._ticked_s: float | None = None
         self._out: list[Sent] = []
         self._heard_s: dict[Seat, float] = {}
+        self._probed_s: dict[Seat, float] = {}
         self._heard_anybody_s = 0.0
         self._next_alive_s = 0.0
         self._next_resend_s = 0.0
@@ -128,7 +129,7 @@ class Membership:
         self._since_s = self._wanted_since_s = self._now_s
         # With the time at which each was heard last: its author repeats it for as long as it wishes so.
         self._wishes: dict[tuple[object, ...], tuple[Signed[Wish], float]] = {}
-        self._probed_s: dict[Seat, float] = {}
+        self._probed_s = {seat: at_s for seat, at_s in self._probed_s.items() if seat in self.epoch.seats}
         self._promised = NO_BALLOT
         self._accepted: tuple[Ballot, Wishes] | None = None
         self._ballot = NO_BALLOT
@@ -136,8 +137,7 @@ class Membership:
         self._proposed: tuple[Epoch, Wishes] | None = None
         self._votes: dict[Seat, Signed[Accepted]] = {}
         self._propose_s: float | None = None
-        for seat in self.epoch.seats:
-            self._heard_s.setdefault(seat, self._now_s)
+        self._heard_s = {seat: self._heard_s.get(seat, self._now_s) for seat in self.epoch.seats}
 
     # --- what others ask
 
@@ -272,6 +272,13 @@ class Membership:
         for seat in self._watched:
             if self._heard_s.get(seat, 0.0) < silent_s:
                 self._probed_s.setdefault(seat, self._now_s)
+        # Before the run key decides, everybody is asked.
+        if self._sign_as_key is not None and not self._hears_quorum(silent_s):
+            for seat in self._unheard(silent_s):
+                self._probed_s.setdefault(seat, self._now_s)
+
+    def _unheard(self, since_s: float) -> set[Seat]:
+        return {seat for seat in self.epoch.seats if seat != self.me and self._heard_s.get(seat, 0.0) < since_s}
 
     def _silent(self) -> frozenset[Seat]:
         """Seats that have had time enough to answer, and have not."""
@@ -302,9 +309,12 @@ class Membership:
         if own:  # nobody answers a wish
             for seat in self.unheard_voters(self._now_s - self.timing.alive_s):
                 self._send(seat.peer, Probe())
-        if self._sign_as_key is not None and not self._hears_quorum(self._now_s - self.timing.silent_s):
-            self._send_all(epoch.seats, Probe())  # before the key decides, everybody is asked
-        if is_voter:
+        if self._sign_as_key is not None:
+            # What nobody chooses though it is wished, the key decides: so it makes sure that voters know it.
+            for signed, _ in self._wishes.values():
+                if signed.body.author != self.me:
+                    self._send_all(epoch.voters, Wanted(signed))
+        if is_voter or self._sign_as_key is not None:
             for seat in self._probed_s:
                 self._send(seat.peer, Probe())
         # Other voters may not watch them. Nobody repeats what others have said.
@@ -389,12 +399,17 @@ class Membership:
         return has_ticket and is_sound(wish, self.epoch, self.rules)
 
     def _acceptable(self, wishes: Wishes) -> Epoch | None:
-        """The epoch that these wishes make; None if they make none, or go back further than need be."""
+        """The epoch that these wishes make; None if they make none, or go back further than need be.
+
+        Not for ever: another voter may have accepted them before it heard of the offers that this one has heard of.
+        """
         bodies = [signed.body for signed in wishes]
         if not all(self._has_ticket(wish.author) for wish in bodies if isinstance(wish, Join)):
             return None
         successor = next_epoch(self.epoch, bodies, self.rules)
         if successor is None or successor.restart == self.epoch.restart:
+            return successor
+        if self._now_s > self._since_s + self.timing.relent_s:
             return successor
         offers = [wish for wish in self._bodies if isinstance(wish, Offer)]
         best = next_epoch(self.epoch, [*bodies, *offers], self.rules)
@@ -446,7 +461,12 @@ class Membership:
         is_blocked = self._now_s >= self._wanted_since_s + wait_s
         if self._now_s < self._since_s + wait_s or (self._hears_quorum(self._now_s - wait_s) and not is_blocked):
             return
-        silent = frozenset(seat for seat in others if self._heard_s.get(seat, 0.0) < silent_s)
+        unheard = self._unheard(silent_s)
+        for seat in unheard:
+            self._probed_s.setdefault(seat, self._now_s)
+        silent = self._silent() & unheard
+        if silent < unheard:
+            return  # they may yet answer
         new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
         successor = next_epoch(self.epoch, self._bodies, self.rules, new_id=new_id, silent=silent)
         assert successor is not None
@@ -498,8 +518,14 @@ class Membership:
             epoch_id = epoch_id._replace(number=epoch_id.number - 1)
 
     def _tell_news(self, peer: str, since: EpochId) -> None:
-        if newer := [certified for certified in self._chain if certified.epoch.id > since]:
-            self._send(peer, News(tuple(newer[:MAX_TOLD_EPOCHS])))
+        told, size = list[Certified](), 0
+        for certified in (each for each in self._chain if each.epoch.id > since):
+            size += len(certified.epoch.places) + len(certified.certificate)
+            if told and size > MAX_TOLD:
+                break
+            told.append(certified)
+        if told:
+            self._send(peer, News(tuple(told)))
 
     # --- sending
 

@@ -269,8 +269,10 @@ class Timing:
         retry_s: for a ballot, before the next one
         lease_s: without a quorum of voters until a leader stops
         offers_s: for all to say which snapshots they hold, once a stage is lost
+        relent_s: since an epoch began, until a voter accepts a restart that goes back further than it has to
         key_s: without a quorum of voters until the holder of the run key decides
         status_s: for the members of a stage to say where they stand, once its leader is new
+        synced_s: for those that may know of an entry which nobody else knows
         ready_s: for the others, once a member is ready
         average_s: for the members of a cut to say that they have its result
         share_s: without a microbatch until others may take a seat's share of the batch
@@ -287,8 +289,10 @@ class Timing:
     retry_s: float = 3.0
     lease_s: float = 8.0
     offers_s: float = 4.0
+    relent_s: float = 30.0
     key_s: float = 60.0
     status_s: float = 3.0
+    synced_s: float = 12.0
     ready_s: float = 10.0
     average_s: float = 60.0
     share_s: float = 60.0

@@ -15,10 +15,12 @@ from swarm_peer.protocol.log import (
     Cut,
     Done,
     EpochOf,
+    HandedOver,
     Have,
     Log,
     Most,
     Name,
+    Part,
     Pass,
     Receipt,
 )
@@ -133,12 +135,14 @@ class Work:
     Attributes:
         open: rounds that are not committed, by number
         guests: contributions that others have given this seat, by name
+        given: their authors' statements
         lost: contributions that are in no entry and that this seat brings no more; for the driver to tell
     """
 
     def __init__(self, me: Seat, context: RoundContext):
         self.open: dict[int, OpenRound] = {}
         self.guests: dict[Name, Contribution] = {}
+        self.given: dict[Name, Signed[HandedOver]] = {}
         self.lost: list[Contribution] = []
         self._me = me
         self._context = context
@@ -228,6 +232,12 @@ class Work:
         own = self.own(number)
         guests = (each for name, each in sorted(self.guests.items()) if name.round == number)
         return (*([own] if own is not None else []), *guests)
+
+    def part(self, number: int) -> Part:
+        """The same, with what shows that others have given it."""
+        brings = self.brings(number)
+        self.given = {name: signed for name, signed in self.given.items() if name in self.guests}
+        return Part(self._me, brings, tuple(self.given[each.name] for each in brings if each.name in self.given))
 
     def to_hand_over(self, next_round: int) -> list[Contribution]:
         """All that this seat could bring, for stage-mates to bring in its place."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, num_windows
 from swarm_peer.protocol.epochs import COORDINATORS, Restart
-from swarm_peer.protocol.log import Cut, Log
+from swarm_peer.protocol.log import Cut, HandedOver, Log
 from swarm_peer.protocol.member import Member
-from swarm_peer.protocol.statements import Seat, Snapshot, hash_of
+from swarm_peer.protocol.statements import Seat, Signed, Snapshot, hash_of
 from swarm_peer.protocol.work import OpenRound
 
 if TYPE_CHECKING:
@@ -334,7 +334,11 @@ class Driver:
             mates = [mate for other, mate in self._others(process, stage) if other is not process]
             for mate in self.random.sample(mates, min(len(mates), 2)):
                 for contribution in member.to_hand_over():
-                    if self.random.random() < 0.8 and mate.take_guest(contribution):
+                    given = member.work.given.get(contribution.name)
+                    if given is None:
+                        body = HandedOver(member.me, core.epoch.id, contribution, "")
+                        given = Signed(body, process.peer.encode())
+                    if self.random.random() < 0.8 and mate.take_guest(given):
                         self.world.count("handed over")
         if self.random.random() < 0.6:
             core.membership.desired = frozenset()

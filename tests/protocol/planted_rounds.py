@@ -21,7 +21,8 @@ from swarm_peer.protocol.work import Work
 def cuts_take_names_twice(self: Leader, seats: Any, base: Any) -> Any:
     """Two members bring the same guest."""
     ready = self.round.ready
-    return tuple(Part(s, tuple(each for each in ready[s].part.brings if each.base in ((), base))) for s in seats)
+    parts = (ready[seat].part for seat in seats)
+    return tuple(p._replace(brings=tuple(each for each in p.brings if each.base in ((), base))) for p in parts)
 
 
 _part_of = Member.part_of
@@ -49,7 +50,7 @@ def other_bases_count(self: Leader, seats: Any, base: Any) -> Any:
 
 def _of_base(ready: Any, base: Any) -> Any:
     brings = tuple(each._replace(base=base) for each in ready.part.brings)
-    return replace(ready, part=Part(ready.part.seat, brings))
+    return replace(ready, part=ready.part._replace(brings=brings))
 
 
 def cuts_repeat_samples(self: Leader, seats: Any, base: Any) -> Any:
@@ -121,7 +122,7 @@ def names_lack_their_round(self: Member, number: int) -> Part | None:
     part = _part_of(self, number)
     if part is None:
         return None
-    return Part(part.seat, tuple(each._replace(name=Name(each.name.seat, 0)) for each in part.brings))
+    return part._replace(brings=tuple(each._replace(name=Name(each.name.seat, 0)) for each in part.brings))
 
 
 MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {

@@ -91,11 +91,15 @@ def test_whoever_starts_again_need_not_wait_for_the_vote_of_its_own_earlier_life
 def test_it_waits_for_others_and_for_the_voters_that_are_enough():
     again = C._replace(life=2)
     key = membership(again, *PLACES, has_key=True)
-    assert decides_after(key, B) <= Timing().silent_s + Timing().alive_s, "two of three, and one is an earlier life"
+    assert decides_after(key, B) <= Timing().silent_s + Timing().probe_s + Timing().alive_s, (
+        "two of three, and one is an earlier life"
+    )
     key = membership(again, (COORDINATORS, C), (0, A), (1, B), (1, Seat("d", 1, "all")), has_key=True)
     assert decides_after(key, A, until_s=int(Timing().key_s)) is None, "one of three"
     key = membership(again, *PLACES, has_key=True)
-    assert decides_after(key, A, B) == int(Timing().key_s), "they may choose, and choose nothing for long"
+    assert decides_after(key, A, B) == int(Timing().key_s + Timing().probe_s) + 1, (
+        "they may choose, and choose nothing for long"
+    )
     key = membership(again, *PLACES, has_key=True)
     assert decides_after(key) is None, "it may be cut off"
 

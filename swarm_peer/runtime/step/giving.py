@@ -178,7 +178,7 @@ class Giving:
         member = self._driver.member
         # Held before the core hears of it, since the next cut may name it.
         self._driver.gradients.put(body.contribution.name, means, body.contribution.weight)
-        if member is None or not member.take_guest(body.contribution):
+        if member is None or not member.take_guest(arrived.given):
             raise NotServing(f"round {body.contribution.name.round} is over here")
         self._signed[body.contribution.name] = arrived.given
         self._agreement.look()
