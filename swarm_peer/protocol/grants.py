@@ -27,7 +27,7 @@ class Wants:
     """A seat of stage 0 tells its leader how far it is, and what it would like to have.
 
     Attributes:
-        seen: the number of the newest grant that it has
+        seen: the number of the newest grant that what it reads follows from
         reads: slices that it reads, and has not come to the end of
         slices: how many more it would read
         round: that is open here
@@ -58,6 +58,23 @@ class Grant:
     slices: tuple[SliceId, ...]
     round: int
     up_to: int
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A driver says what its seat of stage 0 reads.
+
+    A grant may be known that the driver has yet to follow. Slices of such a grant are not put away: it has not begun.
+
+    Attributes:
+        slices: that it reads, or has read in rounds that are open
+        wanted: how many more it would read
+        grant: the newest that it has followed
+    """
+
+    slices: tuple[SliceId, ...] = ()
+    wanted: int = 0
+    grant: Grant | None = None
 
 
 @dataclass

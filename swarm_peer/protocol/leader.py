@@ -5,10 +5,10 @@ It decides nothing that its members do not sign. The member's part of the same s
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm_peer.policy.data.ranges import WindowRange
+from swarm_peer.protocol.accusations import to_leave_out
 from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
@@ -24,8 +24,6 @@ from swarm_peer.protocol.log import (
     Name,
     Part,
     Pass,
-    base_of,
-    is_lacking,
     repeats,
     that_fit,
 )
@@ -43,6 +41,7 @@ from swarm_peer.protocol.messages import (
     Ready,
     Status,
 )
+from swarm_peer.protocol.other_stages import OtherStages
 from swarm_peer.protocol.patience import Patience
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
@@ -86,66 +85,6 @@ class Round:
     far: dict[Seat, float] = field(default_factory=dict)
     unreached: set[Seat] = field(default_factory=set)
     attempt: Attempt | None = None
-
-
-class OtherStages:
-    """Where the other stages stand: what this stage's rounds are computed from.
-
-    A stage's leader says so; or most votes of a stage do, whose leader says nothing, or something else.
-    """
-
-    def __init__(self, member: Member, context: RoundContext):
-        self._member = member
-        self._context = context
-        # Of each seat of another stage, the heads that it has told, by the round that began with them.
-        self._told: dict[tuple[int, Seat], dict[int, str]] = {}
-        self._lacks: tuple[object, float] = (None, 0.0)
-
-    def take(self, sender: Seat, head: Head) -> Committed | None:
-        """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
-        own = self._member.log
-        theirs = Log(head.stage, own.restart, head.committed)
-        if not theirs.is_valid(own, self._context.epoch_of, self._context.fills):
-            return None
-        oldest = own.next_round - self._context.lag - 2
-        told = {**self._told.get((head.stage, sender), {}), **theirs.heads()}
-        self._told[head.stage, sender] = told
-        near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
-        self._told = {key: heads for key, heads in near.items() if heads}
-        if own.is_empty:
-            return None
-        cut = own.committed[-1].entry.cut
-        is_lost = is_lacking(theirs, cut.base[head.stage], cut.round - self._context.lag)
-        return own.committed[-1] if is_lost else None
-
-    def base(self, number: int, epoch: Epoch) -> Base | None:
-        """The heads that a round is computed from; None before they are known of all stages."""
-        heads = [self._head(stage, number, epoch) for stage in range(self._context.num_stages)]
-        found = tuple(head for head in heads if head is not None)
-        return found if len(found) == len(heads) else None
-
-    def _head(self, stage: int, number: int, epoch: Epoch) -> str | None:
-        log, before = self._member.log, number - self._context.lag
-        if before <= log.restart.first_round:
-            return base_of(stage, log.restart)
-        if stage == log.stage:
-            return log.base_of(number, self._context.lag)
-        roster = epoch.roster(stage)
-        told = {seat: self._told.get((stage, seat), {}).get(before) for seat in roster}
-        if roster and (head := told[roster[0]]) is not None:
-            return head
-        for head in set(told.values()) - {None}:
-            if epoch.is_quorum((seat for seat in roster if told[seat] == head), roster):
-                return head
-        return None
-
-    def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
-        """The stages whose heads were not told for long, so that their members are asked."""
-        stages = [stage for stage in range(self._context.num_stages) if self._head(stage, number, epoch) is None]
-        lacks = number, tuple((stage, epoch.leader(stage)) for stage in stages)
-        if lacks != self._lacks[0]:
-            self._lacks = lacks, now_s
-        return stages if now_s > self._lacks[1] + self._context.timing.heads_s else []
 
 
 class Leader:
@@ -492,7 +431,7 @@ class Leader:
         blamed: tuple[Signed[Blamed], ...] = ()
         left = set(cut.seats) & set(ready) & roster - (silent if is_late else set())
         if not gone and not silent:
-            left_out, blamed = _to_leave_out(epoch, cut, present.blamed)
+            left_out, blamed = to_leave_out(epoch, cut, present.blamed)
             left -= left_out
             if len(blamed) > 1:
                 self.round.unreached |= left_out
@@ -504,32 +443,3 @@ class Leader:
             self._cut(now_s, epoch, base, sorted(left), attempt, blamed)
         else:
             self.round = Round(self.round.number)
-
-
-def _to_leave_out(
-    epoch: Epoch, cut: Cut, blamed: dict[Seat, Signed[Blamed]]
-) -> tuple[set[Seat], tuple[Signed[Blamed], ...]]:
-    """The seats that are left out after accusations, and these.
-
-    It is all whom most votes of the cut accuse; or else all seats of two votes, of accuser and accused of the pair
-    between which most accusations are, since one of the two lies. The others whom that accuser accuses stay.
-    """
-    accusers = {
-        accused: {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
-        for accused in cut.seats
-    }
-    if worst := {accused for accused, by in accusers.items() if epoch.is_quorum(by, cut.seats)}:
-        authors = sorted(set[Seat]().union(*(accusers[accused] for accused in worst)))
-        return worst, tuple(blamed[author] for author in authors)
-    pairs = Counter(
-        frozenset({author, accused})
-        for author, each in blamed.items()
-        for accused in each.body.seats
-        if author != accused
-    )
-    if not pairs:
-        return set(), ()
-    pair = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
-    author = next(seat for seat in sorted(pair) if seat in blamed and pair <= {seat, *blamed[seat].body.seats})
-    votes = {epoch.vote_of(seat) for seat in pair}
-    return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)

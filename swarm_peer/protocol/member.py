@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import cast
 
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.policy.data.ranges import SliceId, num_windows
+from swarm_peer.policy.data.ranges import num_windows
+from swarm_peer.protocol.accusations import is_rightly_left_out
 from swarm_peer.protocol.epochs import Epoch, Restart
-from swarm_peer.protocol.grants import Grant, Wants
+from swarm_peer.protocol.grants import Grant, Reads, Wants
 from swarm_peer.protocol.log import (
     Base,
     Blamed,
@@ -52,8 +53,8 @@ class Member:
         work: what it could bring to the next cuts
         reign: the epoch since which the leader leads whose log this seat follows; None while it asks for that log
         granted: what it may read and launch, at stage 0
-        reads: slices that it reads, or has read in rounds that are open; the driver's
-        wants_slices, wants_samples: how many more it would read, and launch; the driver's
+        reads: what the driver reads
+        wants_samples: how many more samples the driver would launch
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class Member:
         self.reign: EpochId | None = None
         self._newest_reign: EpochId | None = None
         self.granted: Grant | None = None
-        self.reads: tuple[SliceId, ...] = ()
-        self.wants_slices = self.wants_samples = 0
+        self.reads = Reads()
+        self.wants_samples = 0
         self._signed: dict[object, object] = {}
         self._lagged_in = -1  # the last round in which it was behind: it says so when it is so no more
 
@@ -297,7 +298,10 @@ class Member:
         own = next((part for part in cut.parts if part.seat == self.me), None)
         mine = self.part_of(cut.round)
         if own is None:
-            may_pass = (is_late and not self._is_ready(present)) or self._is_left_out_rightly(present, cut)
+            epoch = self._context.epoch_of(cut.epoch)
+            was_slow = before is not None and self.me in before.seats and present.answer.said is None
+            is_accused = before is not None and epoch is not None and is_rightly_left_out(self.me, cut, before, epoch)
+            may_pass = (is_late and not self._is_ready(present)) or was_slow or is_accused
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
             if may_pass:
                 self._agree_to(cut, present)
@@ -311,7 +315,7 @@ class Member:
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
-        is_full = cut.holds(mine, present.told, self.ledger, self._context.most)
+        is_full = cut.holds(mine, present.answer.told, self.ledger, self._context.most)
         has_base = len(cut.base) == self._context.num_stages and cut.averages == self._context.averages(cut.round)
         are_given = all(part.is_given(self.stage, self._context.epoch_of) for part in cut.parts)
         if not (is_full and has_base and are_given and cut.is_within(self._context.most)):
@@ -319,21 +323,6 @@ class Member:
         is_ours = cut.base[self.stage] == self.base(cut.round) and present.root in (None, cut.root)
         is_repeating = self.ledger is not None and cut.is_repeating(self.ledger)
         return is_ours and not is_repeating and all(each.base in ((), cut.base) for each in cut.brings)
-
-    def _is_left_out_rightly(self, present: OpenRound, cut: Cut) -> bool:
-        """Whether a seat that is ready agrees to be left out.
-
-        It was too slow, all of its accuser's vote are left out as well, or most votes of the cut before accuse it.
-        """
-        before, epoch = present.answer.cut, self._context.epoch_of(cut.epoch)
-        if before is None or epoch is None:
-            return False
-        was_slow = self.me in before.seats and present.answer.said is None
-        about_it = (signed.body for signed in cut.blamed if signed.body.cut == before.hash)
-        accusers = {body.author for body in about_it if self.me in body.seats}
-        votes = {epoch.vote_of(seat) for seat in cut.seats}
-        is_pair = any(epoch.vote_of(seat) not in votes for seat in accusers)
-        return was_slow or is_pair or epoch.is_quorum(accusers, before.seats)
 
     def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
         """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""
@@ -456,8 +445,8 @@ class Member:
         for number in sorted(self.work.open):
             if (part := self.part_of(number)) is not None:
                 present = self.work.open[number]
-                if present.told is None:
-                    present.told = frozenset(each.name for each in part.brings)
+                if present.answer.told is None:
+                    present.answer.told = frozenset(each.name for each in part.brings)
                 root = present.root or "" if number == self.log.next_round else ""
                 said.append(Ready(self.stage, number, self.log.head, root, part))
         if self.stage == 0 and (working := self.working) is not None:
@@ -469,9 +458,9 @@ class Member:
         receipts = tuple(receipt for _, receipt in sorted(made.receipts.items()))
         done_so_far = working.voids, num_windows(made.samples), made.base, receipts, made.weight, made.loss_sum
         done = Done(self.me, epoch.id, number, *done_so_far)
-        granted = self.granted
+        reads, granted = self.reads, self.reads.grant
         seen = granted.number if granted is not None and granted.reign == self.reign else 0
-        wants = Wants(seen, self.reads, self.wants_slices, number, made.claimed, self.wants_samples, working.voids)
+        wants = Wants(seen, reads.slices, reads.wanted, number, made.claimed, self.wants_samples, working.voids)
         guests = tuple(sorted(name for name in self.work.guests if name.round == self._context.decided_in(number)))
         return Counted(self._sign(done), wants, guests)
 
@@ -491,7 +480,7 @@ class Member:
         cut, statement = (None, None) if present is None else (present.answer.cut, present.answer.said)
         said = () if cut is None or statement is None else ((cut, statement),)
         newest = that_fit(self.log.committed[-TOLD_ENTRIES:], self._context.epoch_of)
-        reads = self.work.undecided(self.reads)
+        reads = self.work.undecided(self.reads.slices)
         return Status(self.stage, newest, self.state, tuple(self.closes.values()), said, reads)
 
     @property

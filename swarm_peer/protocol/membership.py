@@ -11,7 +11,6 @@ from random import Random
 
 from swarm_peer.protocol.epochs import (
     COORDINATORS,
-    KEPT_EPOCHS,
     Certified,
     Epoch,
     Place,
@@ -19,8 +18,8 @@ from swarm_peer.protocol.epochs import (
     Rules,
     is_sound,
     next_epoch,
-    without_old,
 )
+from swarm_peer.protocol.known_epochs import KnownEpochs
 from swarm_peer.protocol.messages import (
     Accept,
     Alive,
@@ -57,8 +56,6 @@ from swarm_peer.protocol.statements import (
     subject_of,
 )
 
-# Places and statements of epochs in one message of 1 MiB; a seat that has missed more asks again.
-MAX_TOLD = 4000
 # A wish that its author has not repeated for so many times resend_s is none any more.
 WISHES_LAPSE = 8
 # Numbers of ballots grow no faster with time than these. One beyond all numbers would end all epochs.
@@ -112,8 +109,7 @@ class Membership:
         self._sign = sign
         self._sign_as_key = sign_as_key
         self._has_ticket = has_ticket
-        self._chain = [first]
-        self._past: dict[EpochId, Certified] = {}
+        self._known = KnownEpochs(first, sign_as_key)
         self._now_s = 0.0
         self._ticked_s: float | None = None
         self._out: list[Sent] = []
@@ -144,21 +140,16 @@ class Membership:
     @property
     def epoch(self) -> Epoch:
         """The newest epoch that this seat knows."""
-        return self._chain[-1].epoch
+        return self._known.newest
 
     def epoch_of(self, epoch_id: EpochId) -> Epoch | None:
         """An epoch that this seat knows to have been chosen, and has not forgotten, by its id."""
-        known = self._certified(epoch_id)
-        return known.epoch if known is not None else None
-
-    def _certified(self, epoch_id: EpochId) -> Certified | None:
-        followed = (each for each in reversed(self._chain) if each.epoch.id == epoch_id)
-        return next(followed, self._past.get(epoch_id))
+        return self._known.epoch_of(epoch_id)
 
     @property
     def chain(self) -> tuple[Certified, ...]:
         """The epochs that this seat has followed last, in their order."""
-        return tuple(self._chain)
+        return self._known.chain
 
     @property
     def stages(self) -> frozenset[int]:
@@ -208,9 +199,9 @@ class Membership:
         if isinstance(body, News):
             self.learn(body.epochs)
         elif isinstance(body, Recall):
-            self._tell_past(sender.peer, body.past)
+            self._tell(sender.peer, self._known.up_to(body.past))
         elif message.epoch < self.epoch.id or isinstance(body, Fetch):
-            self._tell_news(sender.peer, message.epoch)
+            self._tell(sender.peer, self._known.since(message.epoch))
         elif message.epoch > self.epoch.id:
             self._send(sender.peer, Fetch())
         else:
@@ -267,18 +258,19 @@ class Membership:
     # --- who is there
 
     def _watch(self) -> None:
-        """Look for seats that are silent: a voter asks them, and others have voters ask."""
+        """Look for seats that are silent: a voter asks them, and others have voters ask.
+
+        Before the run key decides, everybody is asked.
+        """
         silent_s = self._now_s - self.timing.silent_s
-        for seat in self._watched:
-            if self._heard_s.get(seat, 0.0) < silent_s:
-                self._probed_s.setdefault(seat, self._now_s)
-        # Before the run key decides, everybody is asked.
-        if self._sign_as_key is not None and not self._hears_quorum(silent_s):
-            for seat in self._unheard(silent_s):
+        asks_all = self._sign_as_key is not None and not self._hears_quorum(silent_s)
+        watched = self.epoch.seats if asks_all else self._watched
+        for seat in self._unheard(silent_s):
+            if seat in watched:
                 self._probed_s.setdefault(seat, self._now_s)
 
-    def _unheard(self, since_s: float) -> set[Seat]:
-        return {seat for seat in self.epoch.seats if seat != self.me and self._heard_s.get(seat, 0.0) < since_s}
+    def _unheard(self, since_s: float) -> list[Seat]:
+        return [seat for seat in self.epoch.seats if seat != self.me and self._heard_s.get(seat, 0.0) < since_s]
 
     def _silent(self) -> frozenset[Seat]:
         """Seats that have had time enough to answer, and have not."""
@@ -310,7 +302,7 @@ class Membership:
             for seat in self.unheard_voters(self._now_s - self.timing.alive_s):
                 self._send(seat.peer, Probe())
         if self._sign_as_key is not None:
-            # What nobody chooses though it is wished, the key decides: so it makes sure that voters know it.
+            # The key decides what voters do not choose though it is wished: so it makes sure that they know it.
             for signed, _ in self._wishes.values():
                 if signed.body.author != self.me:
                     self._send_all(epoch.voters, Wanted(signed))
@@ -464,8 +456,8 @@ class Membership:
         unheard = self._unheard(silent_s)
         for seat in unheard:
             self._probed_s.setdefault(seat, self._now_s)
-        silent = self._silent() & unheard
-        if silent < unheard:
+        silent = self._silent() & set(unheard)
+        if len(silent) < len(unheard):
             return  # they may yet answer
         new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
         successor = next_epoch(self.epoch, self._bodies, self.rules, new_id=new_id, silent=silent)
@@ -480,52 +472,16 @@ class Membership:
         self.learn([certified])
         for seat in dict.fromkeys((*before.seats, *self.epoch.seats)):
             if seat != self.me:
-                self._tell_news(seat.peer, before.id)
+                self._tell(seat.peer, self._known.since(before.id))
 
     def learn(self, epochs: Iterable[Certified]) -> None:
         """Follow each of these epochs that is certified and newer; remember those that are older."""
-        before: Epoch | None = None
-        for certified in epochs:
-            epoch, own = certified.epoch, self.epoch
-            if certified.is_of_key or (before is not None and certified.follows(before)):
-                self._past[epoch.id], before = certified, epoch
-            if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
-                self._chain = without_old([*self._chain, self._anchored(certified)])
-            # Two epochs of one id are a liar's work: all take the same one.
-            elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
-                self._chain[-1] = certified
-            else:
-                continue
+        if self._known.learn(epochs):
             self._begin_epoch()
-        while len(self._past) > KEPT_EPOCHS:
-            del self._past[min(self._past)]
 
-    def _anchored(self, certified: Certified) -> Certified:
-        """The epoch with the run key's signature besides, if this process holds the key: a place to begin from."""
-        if self._sign_as_key is None or certified.is_of_key:
-            return certified
-        signed = self._sign_as_key(KeySigned(certified.epoch.hash))
-        return Certified(certified.epoch, (*certified.certificate, signed))
-
-    def _tell_past(self, peer: str, epoch_id: EpochId) -> None:
-        """Tell an epoch, and those before it down to one that the run key has signed."""
-        told = list[Certified]()
-        while (known := self._certified(epoch_id)) is not None:
-            told.insert(0, known)
-            if known.is_of_key:
-                self._send(peer, News(tuple(told)))
-                return
-            epoch_id = epoch_id._replace(number=epoch_id.number - 1)
-
-    def _tell_news(self, peer: str, since: EpochId) -> None:
-        told, size = list[Certified](), 0
-        for certified in (each for each in self._chain if each.epoch.id > since):
-            size += len(certified.epoch.places) + len(certified.certificate)
-            if told and size > MAX_TOLD:
-                break
-            told.append(certified)
-        if told:
-            self._send(peer, News(tuple(told)))
+    def _tell(self, peer: str, epochs: tuple[Certified, ...]) -> None:
+        if epochs:
+            self._send(peer, News(epochs))
 
     # --- sending
 

@@ -97,12 +97,14 @@ class Answer:
         num_fair_cuts: cuts that it was in, or agreed to be left out of
         said: its own Have or Pass of the cut
         failed: its statement that it has no result; None while it averages, or if it has one
+        told: the names that it has told its leader since it is ready; one that has come later may be in no cut
     """
 
     cut: Cut | None = None
     num_fair_cuts: int = 0
     said: Signed[Have] | Signed[Pass] | None = None
     failed: Signed[Blamed] | None = None
+    told: frozenset[Name] | None = None
 
 
 @dataclass
@@ -115,7 +117,6 @@ class OpenRound:
         is_drained: whether nothing of it is inside any more
         is_rooted: whether its leader has asked for the root of the state
         root: of the state that it begins with; None until the driver has told it
-        told: names that it has told its leader since it is ready; one that has come later may be in no cut
     """
 
     number: int
@@ -125,7 +126,6 @@ class OpenRound:
     is_drained: bool = False
     is_rooted: bool = False
     root: str | None = None
-    told: frozenset[Name] | None = None
     answer: Answer = field(default_factory=Answer)
 
 
@@ -249,7 +249,7 @@ class Work:
         present = self.open[number]
         self._lose(number, present.computed)
         present.computed, present.voids, present.is_void = Computed(), present.voids + 1, False
-        present.told = None
+        present.answer.told = None
 
     def _lose(self, number: int, made: Computed) -> None:
         if made.weight or made.samples:

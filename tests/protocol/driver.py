@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, num_windows
 from swarm_peer.protocol.epochs import COORDINATORS, Restart
+from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Cut, HandedOver, Log
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat, Signed, Snapshot, hash_of
@@ -109,7 +110,7 @@ class Driver:
                 member.adopted(other_root)
             if (cut := member.averaging) is not None:
                 self._average(process, member, cut)
-            if stage == 0 and member.ledger is not None:
+            if stage == 0 and member.ledger is not None and self.random.random() < 0.8:
                 reading = self._read(member)
                 for _ in range(self.random.randrange(3)):
                     self._train(process, member, reading)
@@ -211,8 +212,8 @@ class Driver:
         for slice_id, reader in list(reading.readers.items()):
             if not reader.left and reader.last_round < member.log.next_round:
                 del reading.readers[slice_id]
-        member.reads = tuple(sorted(reading.readers))
-        member.wants_slices = max(0, 2 - sum(bool(reader.left) for reader in reading.readers.values()))
+        wanted = max(0, 2 - sum(bool(reader.left) for reader in reading.readers.values()))
+        member.reads = Reads(tuple(sorted(reading.readers)), wanted, granted)
         member.wants_samples = self.random.choice((1, 2, 4))
         return reading
 

@@ -115,7 +115,8 @@ def _check_memory(watch: Invariants, host: Host) -> None:
         kept["guests"] = len(member.work.guests)
         kept["contributions to tell of"] = len(member.work.lost)
         kept["entries"] = len(member.log.committed) - KEPT_ENTRIES
-    kept["epochs"] = (len(core.membership._past) + len(core.membership.chain)) / MOST_EPOCHS * MOST_KEPT
+    known = core.membership._known
+    kept["epochs"] = (len(known.chain) + known.num_past) / MOST_EPOCHS * MOST_KEPT
     if found := {what: num for what, num in kept.items() if num > MOST_KEPT}:
         watch.tube.violation(f"{host} keeps {found}")
 

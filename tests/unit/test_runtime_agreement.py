@@ -12,6 +12,7 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.epochs import Certified
+from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.messages import Alive, Fetch, Message, News
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.network import agreement
@@ -48,7 +49,8 @@ async def compute(own, others):
 def launch(first, others):
     second = next((each for each in others if 1 in each.core.members), None)
     working = first.working
-    first.wants_samples, first.wants_slices = BATCH, 1
+    first.wants_samples = BATCH
+    first.reads = Reads(first.reads.slices, 1, first.granted)
     if working is None or second is None or not first.may_launch(BATCH) or first.ledger is None:
         return
     mate, number = second.stage(1), working.number
@@ -62,7 +64,7 @@ def launch(first, others):
     receipt = mate.receipt_for(first.me, number, second.core.epoch)
     first.launched(BATCH)
     assert first.work.computed(number, base, weight=BATCH, samples=samples, receipt=receipt)
-    first.reads = tuple({*first.reads, slice_id})
+    first.reads = Reads(tuple({*first.reads.slices, slice_id}), 1, first.granted)
 
 
 def two_stages(some):

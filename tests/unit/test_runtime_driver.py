@@ -14,6 +14,7 @@ from agreeing import BATCH, HASH, quickly, swarm, until
 from swarm_peer.errors import Busy, InvalidMessage, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
+from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.condition import Condition
@@ -212,7 +213,8 @@ class Rig:
         first = self.driver.member
         if first is None or first.ledger is None or self.is_leaving:
             return
-        first.wants_samples, first.wants_slices = 2, 1 - len(first.reads)
+        first.wants_samples = 2
+        first.reads = Reads(first.reads.slices, 1 - len(first.reads.slices), first.granted)
         working = first.working
         if working is None or self.shop.round != working.number or not first.may_launch(1):
             return
@@ -236,7 +238,7 @@ class Rig:
         samples = [WindowRange(*sample, window + 1)]
         first.work.computed(number, base, weight=1, samples=samples, receipt=receipt)
         self.next_window[slice_id] = window + 1
-        first.reads = tuple({*first.reads, slice_id})
+        first.reads = Reads(tuple({*first.reads.slices, slice_id}), 0, first.granted)
         self.peer.agreement.look()
 
     async def leave(self, rigs, num_mates=2):

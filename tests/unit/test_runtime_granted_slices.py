@@ -52,9 +52,13 @@ class Desk:
     def ask(self):
         """Say what is read and wanted, and take what is granted."""
         self.slices.follow()
+        self.say()
+        self.slices.follow()
+
+    def say(self):
+        """Say what is read, and be granted more; the slices have yet to follow."""
         [counted] = [each for each in self.member.sayings(_Epoch()) if isinstance(each, Counted)]
         self.member.take_grant(self.grants.grant(ME, counted.wants, self.member.ledger, 0.0))
-        self.slices.follow()
 
     async def draw(self, count=1):
         self.ask()
@@ -110,7 +114,7 @@ def test_what_was_lost_is_read_again():
             desk.member.work.void(desk.present.number)
             desk.slices.tell_ends(desk.present)
             desk.end_round()
-            assert desk.member.reads == (), "it is read to its end"
+            assert desk.member.reads.slices == (), "it is read to its end"
             assert not desk.member.ledger.is_finished(SliceId(0, 0))
             assert sorted(await desk.draw(2)) == sorted(ids[2:])
             tasks.cancel_scope.cancel()
@@ -137,10 +141,45 @@ def test_a_slice_that_another_seat_reads_is_put_away():
     desk = Desk(4, 4)
     desk.ask()
     granted = desk.member.granted
-    assert desk.member.reads == granted.slices
+    assert desk.member.reads.slices == granted.slices
     desk.member.take_grant(Grant(REIGN, granted.number + 1, granted.slices[1:], 0, 4))
     desk.slices.follow()
-    assert desk.member.reads == granted.slices[1:]
+    assert desk.member.reads.slices == granted.slices[1:]
+
+
+def test_a_grant_that_the_reader_has_yet_to_follow_is_not_put_away():
+    desk = Desk(4, 4)
+    desk.slices.follow()
+    desk.say()
+    first = desk.member.granted.slices
+    assert first
+    wanted = desk.member.reads.wanted
+    for _ in range(2 * wanted):
+        desk.say()
+        assert set(first) <= set(desk.member.granted.slices)
+    desk.slices.follow()
+    assert len(desk.member.reads.slices) == wanted
+
+
+def test_a_slice_is_kept_until_all_that_was_read_of_it_is_drawn():
+    async def run():
+        desk = Desk(4)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            ids = await desk.draw(1)
+            assert desk.slices.counted(desk.present, ids, base=("head",), weight=1)
+            desk.end_round()
+            assert desk.member.reads.slices == (SliceId(0, 0),), "three of its samples wait"
+            assert not desk.slices.has_ends
+            ids += await desk.draw(3)
+            assert len(set(ids)) == 4
+            assert desk.slices.counted(desk.present, ids[1:], base=("head",), weight=3)
+            desk.slices.tell_ends(desk.present)
+            desk.end_round()
+            assert desk.member.ledger.current_pass == 1
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
 
 
 def test_the_end_of_a_slice_waits_for_what_is_in_flight():
@@ -172,7 +211,7 @@ def test_when_the_run_goes_back_all_is_put_away():
     desk.member.reached(desk.member.log.head, Ledger(2))
     desk.slices.follow()
     assert desk.slices.generation == before + 1
-    assert desk.member.reads == ()
+    assert desk.member.reads.slices == ()
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, ranges_of
 from swarm_peer.policy.trouble import Complaint
 from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Base, Receipt
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import EpochId, Signed
@@ -75,11 +76,10 @@ class GrantedSlices:
                         self._held[slice_id] = _Reading(member.log.next_round)
                         self._pool.add_lease(slice_id, member.ledger.uncounted(slice_id))
         for slice_id, reading in list(self._held.items()):
-            is_through = reading.is_read and not reading.in_flight and reading.end is None
-            if member.ledger.is_finished(slice_id) or (is_through and reading.last_round < member.log.next_round):
+            is_told = self._is_through(slice_id) and reading.end is None
+            if member.ledger.is_finished(slice_id) or (is_told and reading.last_round < member.log.next_round):
                 self._put_away(slice_id)
-        member.reads = tuple(sorted(self._held))
-        member.wants_slices = self._pool.num_wanted(self._num_readers())
+        member.reads = Reads(tuple(sorted(self._held)), self._pool.num_wanted(self._num_readers()), granted)
 
     def _begin(self, restart: Restart) -> None:
         for slice_id in list(self._held):
@@ -162,9 +162,16 @@ class GrantedSlices:
         return bool(self._ends())
 
     def _ends(self) -> tuple[WindowRange, ...]:
-        """The ends of slices of which nothing is in flight: nobody else needs to read them."""
+        """The ends of slices that this seat is through with: nobody else needs to read them."""
         self._note_ends()
-        return tuple(each.end for each in self._held.values() if each.end is not None and not each.in_flight)
+        return tuple(
+            each.end for slice_id, each in self._held.items() if each.end is not None and self._is_through(slice_id)
+        )
+
+    def _is_through(self, slice_id: SliceId) -> bool:
+        """Whether all of a slice was read, and nothing of it is in flight or waits to be drawn."""
+        reading = self._held[slice_id]
+        return reading.is_read and not reading.in_flight and not self._pool.num_ready(slice_id)
 
     def _decided(self, samples: Iterable[SampleId], number: int) -> None:
         for sample in samples:

@@ -148,6 +148,10 @@ class SamplePool:
 
     # --- samples
 
+    def num_ready(self, slice_id: SliceId) -> int:
+        """How many samples of a slice wait to be drawn."""
+        return len(self._ready.get(slice_id, ()))
+
     async def next_samples(self, count: int) -> list[Sample]:
         """Wait for `count` samples and take them, for ever if the leased slices have no more. If cancelled, take none.
 

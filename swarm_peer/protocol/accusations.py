@@ -1,0 +1,56 @@
+"""Accusations after a cut has failed: whom the next cut does without. Pure.
+
+A leader leaves out whom accusations are about, and those agree to it by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.log import Blamed, Cut
+from swarm_peer.protocol.statements import Seat, Signed
+
+
+def to_leave_out(
+    epoch: Epoch, cut: Cut, blamed: dict[Seat, Signed[Blamed]]
+) -> tuple[set[Seat], tuple[Signed[Blamed], ...]]:
+    """The seats that are left out after accusations, and these.
+
+    It is all whom most votes of the cut accuse; or else all seats of two votes, of accuser and accused of the pair
+    between which most accusations are, since one of the two lies. The others whom that accuser accuses stay.
+    """
+    accusers = {
+        accused: {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
+        for accused in cut.seats
+    }
+    if worst := {accused for accused, by in accusers.items() if epoch.is_quorum(by, cut.seats)}:
+        authors = sorted(set[Seat]().union(*(accusers[accused] for accused in worst)))
+        return worst, tuple(blamed[author] for author in authors)
+    pairs = Counter(
+        frozenset({author, accused})
+        for author, each in blamed.items()
+        for accused in each.body.seats
+        if author != accused
+    )
+    if not pairs:
+        return set(), ()
+    pair = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
+    author = next(seat for seat in sorted(pair) if seat in blamed and pair <= {seat, *blamed[seat].body.seats})
+    votes = {epoch.vote_of(seat) for seat in pair}
+    return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)
+
+
+def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:
+    """Whether a seat that is ready agrees to be left out of a cut, for what was said about the one before.
+
+    All of its accuser's vote are left out as well, or most votes of the cut before accuse it.
+
+    Args:
+        epoch: of the cut
+    """
+    about_it = (signed.body for signed in cut.blamed if signed.body.cut == before.hash)
+    accusers = {body.author for body in about_it if seat in body.seats}
+    votes = {epoch.vote_of(each) for each in cut.seats}
+    is_pair = any(epoch.vote_of(each) not in votes for each in accusers)
+    return is_pair or epoch.is_quorum(accusers, before.seats)

@@ -1,0 +1,101 @@
+"""The epochs that one seat knows to have been chosen, and which of them it tells others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swarm_peer.protocol.epochs import KEPT_EPOCHS, Certified, Epoch, without_old
+from swarm_peer.protocol.statements import EpochId, KeySigned, Sign
+
+# Places and statements of epochs in one message of 1 MiB; a seat that has missed more asks again.
+MAX_TOLD = 4000
+
+
+class KnownEpochs:
+    """The epochs that a seat has followed, and some that it has heard of since.
+
+    Args:
+        first: an epoch that the run key has signed
+        sign_as_key: signs with the run key; None if this process does not hold it
+    """
+
+    def __init__(self, first: Certified, sign_as_key: Sign | None = None):
+        self._chain = [first]
+        # Followed or not: those that are certified by the one before in a message, or by the key.
+        self._past: dict[EpochId, Certified] = {}
+        self._sign_as_key = sign_as_key
+
+    @property
+    def newest(self) -> Epoch:
+        """The one that the seat is in."""
+        return self._chain[-1].epoch
+
+    @property
+    def chain(self) -> tuple[Certified, ...]:
+        """Those that the seat has followed last, in their order."""
+        return tuple(self._chain)
+
+    @property
+    def num_past(self) -> int:
+        """How many are kept besides."""
+        return len(self._past)
+
+    def epoch_of(self, epoch_id: EpochId) -> Epoch | None:
+        """One that has been chosen and is not forgotten, by its id."""
+        known = self._certified(epoch_id)
+        return known.epoch if known is not None else None
+
+    def _certified(self, epoch_id: EpochId) -> Certified | None:
+        followed = (each for each in reversed(self._chain) if each.epoch.id == epoch_id)
+        return next(followed, self._past.get(epoch_id))
+
+    def learn(self, epochs: Iterable[Certified]) -> bool:
+        """Follow each of these epochs that is certified and newer; remember those that are older.
+
+        Returns:
+            whether the newest one has changed
+        """
+        before: Epoch | None = None
+        has_changed = False
+        for certified in epochs:
+            epoch, own = certified.epoch, self.newest
+            if certified.is_of_key or (before is not None and certified.follows(before)):
+                self._past[epoch.id], before = certified, epoch
+            if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
+                self._chain = without_old([*self._chain, self._anchored(certified)])
+            # Two epochs of one id are a liar's work: all take the same one.
+            elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
+                self._chain[-1] = certified
+            else:
+                continue
+            has_changed = True
+        while len(self._past) > KEPT_EPOCHS:
+            del self._past[min(self._past)]
+        return has_changed
+
+    def _anchored(self, certified: Certified) -> Certified:
+        """The epoch with the run key's signature besides, if this process holds the key: a place to begin from."""
+        if self._sign_as_key is None or certified.is_of_key:
+            return certified
+        signed = self._sign_as_key(KeySigned(certified.epoch.hash))
+        return Certified(certified.epoch, (*certified.certificate, signed))
+
+    def since(self, epoch_id: EpochId) -> tuple[Certified, ...]:
+        """Those that come after one: as many as one message can hold."""
+        told, size = list[Certified](), 0
+        for certified in (each for each in self._chain if each.epoch.id > epoch_id):
+            size += len(certified.epoch.places) + len(certified.certificate)
+            if told and size > MAX_TOLD:
+                break
+            told.append(certified)
+        return tuple(told)
+
+    def up_to(self, epoch_id: EpochId) -> tuple[Certified, ...]:
+        """One, after those before it from one that the run key has signed; nothing if that is not known."""
+        told = list[Certified]()
+        while (known := self._certified(epoch_id)) is not None:
+            told.insert(0, known)
+            if known.is_of_key:
+                return tuple(told)
+            epoch_id = epoch_id._replace(number=epoch_id.number - 1)
+        return ()

@@ -1,0 +1,70 @@
+"""Where the other stages of a run stand, as the leader of one knows it."""
+
+from __future__ import annotations
+
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.log import Base, Committed, Log, base_of, is_lacking
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Head
+from swarm_peer.protocol.statements import Seat
+from swarm_peer.protocol.work import RoundContext
+
+
+class OtherStages:
+    """Where the other stages stand: what this stage's rounds are computed from.
+
+    A stage's leader says so; or most votes of a stage do, whose leader says nothing, or something else.
+    """
+
+    def __init__(self, member: Member, context: RoundContext):
+        self._member = member
+        self._context = context
+        # Of each seat of another stage, the heads that it has told, by the round that began with them.
+        self._told: dict[tuple[int, Seat], dict[int, str]] = {}
+        self._lacks: tuple[object, float] = (None, 0.0)
+
+    def take(self, sender: Seat, head: Head) -> Committed | None:
+        """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
+        own = self._member.log
+        theirs = Log(head.stage, own.restart, head.committed)
+        if not theirs.is_valid(own, self._context.epoch_of, self._context.fills):
+            return None
+        oldest = own.next_round - self._context.lag - 2
+        told = {**self._told.get((head.stage, sender), {}), **theirs.heads()}
+        self._told[head.stage, sender] = told
+        near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
+        self._told = {key: heads for key, heads in near.items() if heads}
+        if own.is_empty:
+            return None
+        cut = own.committed[-1].entry.cut
+        is_lost = is_lacking(theirs, cut.base[head.stage], cut.round - self._context.lag)
+        return own.committed[-1] if is_lost else None
+
+    def base(self, number: int, epoch: Epoch) -> Base | None:
+        """The heads that a round is computed from; None before they are known of all stages."""
+        heads = [self._head(stage, number, epoch) for stage in range(self._context.num_stages)]
+        found = tuple(head for head in heads if head is not None)
+        return found if len(found) == len(heads) else None
+
+    def _head(self, stage: int, number: int, epoch: Epoch) -> str | None:
+        log, before = self._member.log, number - self._context.lag
+        if before <= log.restart.first_round:
+            return base_of(stage, log.restart)
+        if stage == log.stage:
+            return log.base_of(number, self._context.lag)
+        roster = epoch.roster(stage)
+        told = {seat: self._told.get((stage, seat), {}).get(before) for seat in roster}
+        if roster and (head := told[roster[0]]) is not None:
+            return head
+        for head in set(told.values()) - {None}:
+            if epoch.is_quorum((seat for seat in roster if told[seat] == head), roster):
+                return head
+        return None
+
+    def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
+        """The stages whose heads were not told for long, so that their members are asked."""
+        stages = [stage for stage in range(self._context.num_stages) if self._head(stage, number, epoch) is None]
+        lacks = number, tuple((stage, epoch.leader(stage)) for stage in stages)
+        if lacks != self._lacks[0]:
+            self._lacks = lacks, now_s
+        return stages if now_s > self._lacks[1] + self._context.timing.heads_s else []
