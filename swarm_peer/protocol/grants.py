@@ -95,8 +95,11 @@ class _Share:
     since_s: float = 0.0
 
     def taken(self, late_s: float) -> int:
-        """The part of the batch that is not for others; of a seat that has long done nothing, what it has done."""
-        return (self.done if self.since_s < late_s else self.up_to) - self.unbelieved
+        """The part of the batch that is not for others; of a seat that has long done nothing, what it has done.
+
+        One that says it has done more than it may has no less of the batch for that than what is believed.
+        """
+        return (self.done if self.since_s < late_s else max(self.up_to, self.done)) - self.unbelieved
 
 
 @dataclass

@@ -130,6 +130,12 @@ def test_counts_without_receipts_take_nothing_of_the_batch(grants, ledger):
     assert grants.grant(A, wants(claimed=8, samples=4), ledger, 0.0).up_to == 10
 
 
+def test_counts_beyond_what_was_granted_leave_the_others_no_more_than_the_batch(grants, ledger):
+    grants.grant(A, wants(samples=4), ledger, 0.0)
+    grants.note_done(A, 5, 64, 3, 0.0)
+    assert grants.grant(B, wants(samples=8), ledger, 0.0).up_to == 6, "of 5, in microbatches of two"
+
+
 def test_a_seat_that_has_given_up_its_work_begins_anew(grants, ledger):
     assert grants.grant(A, wants(samples=8), ledger, 0.0).up_to == 8
     assert grants.grant(A, wants(claimed=0, samples=4, voids=1), ledger, 0.0).up_to == 4
