@@ -31,8 +31,9 @@ class Patience:
             if seat in late and not self._left.get(seat):
                 penalty = min(max(4 * self._penalty.get(seat, 0), FIRST_ROUNDS), MOST_ROUNDS)
                 self._left[seat] = self._penalty[seat] = penalty
+            elif self._left.get(seat):
+                self._left[seat] -= 1  # nobody knows whether it would have been in time
             else:
-                self._left[seat] = max(self._left.get(seat, 0) - 1, 0)
-                self._penalty[seat] = max(self._penalty.get(seat, 0) - (seat not in late), 0)
+                self._left[seat], self._penalty[seat] = 0, max(self._penalty.get(seat, 0) - 1, 0)
         for seat in self._left.keys() - set(roster):
             del self._left[seat], self._penalty[seat]
