@@ -16,8 +16,9 @@ from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.messages import Alive, Fetch, Message, News
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.network import agreement
-from swarm_peer.runtime.network.agreement import NO_EPOCH, Agreement, Ticket, find_epochs
+from swarm_peer.runtime.network.agreement import MAX_MESSAGES, NO_EPOCH, Agreement, Ticket, find_epochs
 from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.frames import PREFIX, Frame, FrameType, parse_frame
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import AgreeCall
 
@@ -176,3 +177,10 @@ def test_what_was_not_sent_is_replaced_by_what_is_newer():
             assert [each.epoch.number for each in part._queued["somebody"].values()] == [3 * agreement.MAX_QUEUED - 1]
 
     anyio.run(run)
+
+
+def test_the_messages_of_one_call_fit_into_a_frame():
+    tensors = [memoryview(b"message")] * MAX_MESSAGES
+    frame = Frame(FrameType.CALL, 1, "agree", {}, tensors)
+    head, payload = frame.head()[PREFIX.size :], memoryview(b"".join(tensors))
+    assert list(parse_frame(head, payload).tensors) == tensors

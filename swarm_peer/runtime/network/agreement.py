@@ -28,6 +28,7 @@ from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.wire import messages as wire
 from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.frames import MAX_TENSORS
 from swarm_peer.wire.identity import Identity
 
 if TYPE_CHECKING:  # coordinators' commands that only look at a run need no models
@@ -38,7 +39,8 @@ log = logging.getLogger(__name__)
 # The core is asked at least so often whether something is due.
 TICK_S = 0.25
 CALL_TIMEOUT_S = 5.0
-MAX_MESSAGES = 32
+# In one call, as many as a frame has tensors: a frame of more is refused, and all in it is lost.
+MAX_MESSAGES = MAX_TENSORS
 # Messages that wait to be sent to one peer. All are repeated until they have their effect, so some may go.
 MAX_QUEUED = 64
 # In place of an epoch, before a newcomer has heard of any.
