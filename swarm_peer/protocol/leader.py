@@ -12,6 +12,7 @@ from swarm_peer.protocol.accusations import to_leave_out
 from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
+    MAX_GUESTS,
     Base,
     Blamed,
     Close,
@@ -383,7 +384,7 @@ class Leader:
         names, samples = set[Name](), list[WindowRange]()
         for seat, each in offered:
             alone = Part(seat, (each,), (given[each],) if each in given else ())
-            is_within = alone.is_within(self.round.number, self._context.most)
+            is_within = alone.is_within(self.round.number, self._context.most) and len(brings[seat]) <= MAX_GUESTS
             if each.name in names or each.base not in ((), base) or not is_within:
                 continue
             if not alone.is_given(stage, self._context.epoch_of):

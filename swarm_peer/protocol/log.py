@@ -19,6 +19,8 @@ from swarm_peer.protocol.statements import EpochId, Seat, Signed, Statement, has
 EpochOf = Callable[[EpochId], Epoch | None]
 # The heads of all stages that a round is computed from.
 Base = tuple[str, ...]
+# Contributions of others that a member holds, and brings, at most.
+MAX_GUESTS = 4
 
 
 class Name(NamedTuple):
@@ -91,8 +93,9 @@ class Part(NamedTuple):
         return sum(each.weight for each in self.brings)
 
     def is_within(self, number: int, most: Most) -> bool:
-        """Whether each contribution is of a round, and has no more weight and samples than it can have."""
-        return all(each.name.round == number and each.is_within(most) for each in self.brings)
+        """Whether each contribution is of a round and as small as one can be, and there are no more than can be."""
+        is_short = len(self.brings) <= 1 + MAX_GUESTS
+        return is_short and all(each.name.round == number and each.is_within(most) for each in self.brings)
 
     def is_given(self, stage: int, epoch_of: EpochOf) -> bool:
         """Whether seats of the stage have given this one what it brings of others."""

@@ -58,6 +58,9 @@ class Checks:
             raise Violation(f"round {cut.round} was closed with {counted} samples")
         if len(cut.seats) != len(set(cut.seats)):
             raise Violation(f"a member twice in {cut}")
+        rosters = [epoch.roster(cut.stage) for epoch in self.world.epochs.values()]
+        if unknown := [each for each in cut.brings if not any(each.name.seat in roster for roster in rosters)]:
+            raise Violation(f"work of seats that never had a place: {unknown}")
 
     def _chain(self, log: Log) -> Iterator[Cut]:
         """The cuts of a log and of all entries before, newest first."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
-from swarm_peer.protocol.log import Close, Contribution, Cut, Done, Name, Part, Receipt
+from swarm_peer.protocol.log import MAX_GUESTS, Close, Contribution, Cut, Done, Name, Part, Receipt
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 
 RULES = RoundRules(num_stages=2, batch=10)
@@ -54,6 +54,12 @@ def test_a_member_does_not_wait_for_a_contribution_that_no_cut_may_hold():
     assert cut.holds(Part(A, (heavy,)), None, None, most)
     assert not cut.holds(Part(A, (fair,)), None, None, most)
     assert cut.holds(Part(A, (fair,)), (), None, most), "it has come when the leader had made its cut"
+
+
+def test_a_member_brings_no_more_contributions_of_others_than_it_may_hold():
+    brings = tuple(Contribution(Name(Seat(f"{number}", 1, ""), 0), 1, (), BASE) for number in range(MAX_GUESTS + 2))
+    assert Part(A, brings[:-1]).is_within(0, RULES.most)
+    assert not Part(A, brings).is_within(0, RULES.most)
 
 
 def test_roots_are_told_of_states_that_are_compared_or_become_snapshots():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm_peer.errors import Busy, CallError, InvalidMessage, NotServing
-from swarm_peer.protocol.log import Contribution, HandedOver, Name
+from swarm_peer.protocol.log import MAX_GUESTS, Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.agreement import Agreement
@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 * 2**20
 CALL_TIMEOUT_S = 15.0
-# Contributions that one seat takes in or holds for others at a time. Each is as large as its stage.
-MAX_GUESTS = 4
 
 
 @dataclass

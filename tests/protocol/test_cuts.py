@@ -1,0 +1,51 @@
+"""What a leader cuts, and when it cuts again."""
+
+from dataclasses import replace
+
+import pytest
+
+from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Contribution, Have, Name, Part, base_of
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Ready, Timing
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
+from swarm_peer.protocol.work import RoundContext
+
+LEADS, MATE, LIES, DIES = (Seat(name, 1, f"of {name}") for name in ("leads", "mate", "lies", "dies"))
+C, GHOST = Seat("c", 1, ""), Seat("ghost", 1, "of nobody")
+ID = EpochId(1, C, 0)
+BASE = tuple(base_of(stage, BEGINNING) for stage in (0, 1))
+STAGE_1 = (LEADS, MATE, LIES, DIES)
+BEFORE = Epoch(ID, (Place(COORDINATORS, C), *(Place(1, seat) for seat in STAGE_1)), BEGINNING, (1,))
+AFTER = replace(BEFORE, id=ID.next(), places=tuple(place for place in BEFORE.places if place.seat != DIES))
+
+
+@pytest.fixture
+def leader():
+    rounds = RoundRules(num_stages=2, batch=8)
+    context = RoundContext(
+        num_stages=2, batch=8, unit=2, most=rounds.most, lag=0, averages=rounds.averages,
+        is_rooted=lambda number: False, fills=lambda close: True, believed=lambda counts: {},
+        epoch_of={ID: BEFORE, ID.next(): AFTER}.get,
+        sign=lambda body: Signed(body, b""), timing=Timing(),
+    )  # fmt: skip
+    member = Member(me=LEADS, stage=1, restart=BEGINNING, context=context)
+    leader = Leader(member=member, reign=ID, context=context)
+    leader.is_synced = True
+    for seat in STAGE_1:
+        part = Part(seat, (Contribution(Name(seat, 0), 2, (), BASE),))
+        leader.take_ready(seat, Ready(1, 0, member.log.head, "", part), 0.0)
+    return leader
+
+
+def brought(leader, *contributions):
+    part = Part(LIES, contributions)
+    leader.take_ready(LIES, Ready(1, 0, leader._member.log.head, "", part), 0.0)
+    return {each.name for part in leader._parts([LIES, MATE], BASE) for each in part.brings}
+
+
+def test_nothing_is_cut_in_the_name_of_a_seat_that_never_had_a_place(leader):
+    own, guest, ghost = (Contribution(Name(seat, 0), 2, (), BASE) for seat in (LIES, DIES, GHOST))
+    assert brought(leader, own, guest, ghost) == {own.name, guest.name, Name(MATE, 0)}
