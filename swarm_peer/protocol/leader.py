@@ -426,7 +426,9 @@ class Leader:
         silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
         is_late = now_s > present.since_s + self._timing.average_s
         self.round.late |= silent if is_late else set()
-        if not gone and not is_late and not (present.blamed and not silent):
+        # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.
+        is_of_old = epoch.id != cut.epoch and not silent
+        if not gone and not is_late and not is_of_old and not (present.blamed and not silent):
             return
         attempt = cut.attempt + 1
         blamed: tuple[Signed[Blamed], ...] = ()

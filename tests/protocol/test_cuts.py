@@ -49,3 +49,16 @@ def brought(leader, *contributions):
 def test_nothing_is_cut_in_the_name_of_a_seat_that_never_had_a_place(leader):
     own, guest, ghost = (Contribution(Name(seat, 0), 2, (), BASE) for seat in (LIES, DIES, GHOST))
     assert brought(leader, own, guest, ghost) == {own.name, guest.name, Name(MATE, 0)}
+
+
+def test_a_cut_whose_quorum_an_epoch_has_changed_is_made_anew(leader):
+    leader._cut(0.0, BEFORE, BASE, [LEADS, MATE], 0)
+    cut = leader.round.attempt.cut
+    for seat in cut.seats:
+        leader.take_said(seat, Signed(Have(seat, ID, cut.hash, "digest"), b""))
+    # Two of four tickets are no quorum.
+    leader._cut_again_after_failure(9.0, BEFORE, BASE, leader.round.attempt)
+    assert leader.round.attempt.cut == cut, "those that were left out may yet agree"
+    leader._cut_again_after_failure(9.0, AFTER, BASE, leader.round.attempt)
+    assert leader.round.attempt.cut.epoch == AFTER.id
+    assert set(leader.round.attempt.cut.seats) == {LEADS, MATE}
