@@ -25,8 +25,6 @@ ROUNDS_TO_LEARN = 2 * NUM_UPDATES
 # A peer takes half as long to copy a state, and a coordinator to fetch all, unless faults have left them or links slow.
 # Where peers keep snapshots for less, a state may be gone before all of it has come.
 COPY_S, FETCH_S = 8.0, 15.0
-# What updates may hold, by what they should: each peer of stage 0 may have one microbatch more in flight.
-LEAST, MOST = 0.8, 1.6
 # Rounds of which anything may be kept: what lies between two entries, and the updates for stage-mates.
 MOST_KEPT = 8
 # A coordinator that is asked for them keeps more epochs than other seats, by those since the last one of the key.
@@ -92,8 +90,9 @@ def _check_sizes(watch: Invariants) -> None:
         left_out = any(
             len(entry.cut.parts) < watch.records.roster_sizes.get((place[0], entry.hash), 0) for entry in entries
         )
-        least = 0 if left_out else LEAST * wanted
-        if len(sizes) == NUM_UPDATES and not least <= sum(sizes) <= MOST * wanted:
+        least, most = watch.sizes
+        least = 0 if left_out else least
+        if len(sizes) == NUM_UPDATES and not least * wanted <= sum(sizes) <= most * wanted:
             watch.tube.violation(f"long after faults have ceased, updates of stage {place[0]} hold {sizes} samples")
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from cyclopts import App
 from faults import KINDS
+from liars import HONEST, LIES
 from planted import planted
-from schedule import Schedule, numbered
+from schedule import LIES_S, Schedule, numbered
 from tqdm import tqdm
 from tube import WATCHES, Outcome, run_schedule
 
@@ -29,6 +30,9 @@ SEEDS_PER_PROCESS = 50
 # Of the first hundred seeds, cheap ones in which all kinds of faults strike, with swarms of all sizes.
 QUICK = (3, 4, 6, 12, 13, 14, 42, 55, 70, 84)
 COUNTED = ("steps", "passes", "moves", "rewinds", "checked", "validated", "doubled", "lost")
+
+# With one member that lies, the others keep so much of the pace that they have in the same seed with that one honest.
+LEAST_PACE = 0.8
 
 app = App(name="tube", help="Swarms in virtual time, with faults that follow from seeds: see tests/tube/README.md.")
 app.command(planted)
@@ -154,6 +158,71 @@ def seeds(
     if idle:
         print(f"QUICK needs other seeds: these faults never struck: {', '.join(sorted(idle))}")
     sys.exit(has_violations or bool(idle))
+
+
+@app.command
+def liars(*kinds: str, count: int = 2, first: int = 0, logs: Path | None = None) -> None:
+    """Have one member lie, in each of these ways, and compare with the same seeds in which it is honest.
+
+    Pace is rounds of stage 0 for as long as faults strike, and `later` is the same once a leader that lies may be none
+    any more. Work is what the others have brought to all entries.
+
+    Args:
+        kinds: of lies; all by default
+        logs: folder for the log of each schedule that fails
+    """
+    if unknown := [kind for kind in kinds if kind not in LIES]:
+        raise SystemExit(f"no lie is called {', '.join(unknown)}; there are {', '.join(LIES)}")
+    honest: dict[str, Outcome] = {}
+    rows, has_failed = list[str](), False
+    for kind in kinds or LIES:
+        found = list[Outcome]()
+        paces, later, works = list[float](), list[float](), list[float]()
+        for seed in numbered(range(first, first + count), "liar"):
+            if seed not in honest:
+                honest[seed] = _run_logged(f"{seed}+{HONEST}", logs)
+            outcome = _run_logged(f"{seed}+{kind}", logs)
+            found.append(outcome)
+            paces.append(_of_honest(outcome, honest[seed], 0.0, is_pace=True))
+            works.append(_of_honest(outcome, honest[seed], 0.0, is_pace=False))
+            later.append(_of_honest(outcome, honest[seed], outcome.price_s, is_pace=True))
+        has_failed |= min(later) < LEAST_PACE
+        violated = sum(bool(outcome.violations) for outcome in found)
+        has_failed |= bool(violated)
+        told, rewinds = sum(outcome.told for outcome in found), sum(outcome.rewinds for outcome in found)
+        columns = [f"{statistics.median(each):.2f} ({min(each):.2f})" for each in (paces, later, works)]
+        rows.append(f"| `{kind}` | {len(found)} | {told} | {' | '.join(columns)} | {rewinds} | {violated} |")
+        print(rows[-1], flush=True)
+    print(
+        "\n| lie | seeds | told | pace (least) | later | work | rewinds | violated |\n|---|---|---|---|---|---|---|---|"
+    )
+    print("\n".join(rows))
+    sys.exit(has_failed)
+
+
+def _run_logged(seed: str, logs: Path | None) -> Outcome:
+    outcome = run_schedule(Schedule.draw(seed))
+    if logs is not None and outcome.violations:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{seed}.log").write_text("\n".join(outcome.log))
+    for violation in outcome.violations[:2]:
+        print(f"{seed}: {violation.splitlines()[0][:300]}", flush=True)
+    outcome.log = []
+    return outcome
+
+
+def _of_honest(outcome: Outcome, honest: Outcome, after_s: float, *, is_pace: bool) -> float:
+    """The part of the pace, or of the others' work, that is left beside a liar."""
+
+    def sums(of: Outcome) -> int:
+        begun_s = Schedule.draw(of.seed).first_s
+        names = {name.partition("'")[0] for name in outcome.liars}
+        inside = [entry for entry in of.entries if begun_s + after_s <= entry[0] < begun_s + LIES_S]
+        if is_pace:
+            return sum(stage == 0 for _, stage, _ in inside)
+        return sum(num for _, _, held in inside for name, num in held.items() if name not in names)
+
+    return sums(outcome) / max(sums(honest), 1)
 
 
 def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:

@@ -46,10 +46,16 @@ def identity_of(name: str) -> Identity:
 
 
 RUN_KEY = identity_of("run")
-TICKET = TicketRecord(
-    key=identity_of("ticket").peer_id, label="everybody", expires=int(EPOCH_S) + 24 * 3600, at_once=1000
-)
-INVITE = Invite(RUN_KEY.peer_id, (), seal(TICKET, RUN_KEY.peer_id, RUN_KEY), identity_of("ticket"))
+
+
+def invite_of(name: str) -> Invite:
+    """The invite whose ticket has a key that follows from a name."""
+    key = identity_of(name)
+    ticket = TicketRecord(key=key.peer_id, label="everybody", expires=int(EPOCH_S) + 24 * 3600, at_once=1000)
+    return Invite(RUN_KEY.peer_id, (), seal(ticket, RUN_KEY.peer_id, RUN_KEY), key)
+
+
+INVITE = invite_of("ticket")
 
 
 class Host:
@@ -63,9 +69,19 @@ class Host:
         set_aside: what has been due since then; when it goes on, all of that is
         refuses: nobody can connect to it, and it can connect to others
         orders: what the schedule has this coordinator order, besides its rebalancer's own decisions
+        own_agreement: of a host that runs neither a peer nor a coordinator
     """
 
-    def __init__(self, world: World, name: str, identity: Identity, *, skew_s: float = 0.0, seconds_per_sample: float):
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        identity: Identity,
+        *,
+        skew_s: float = 0.0,
+        seconds_per_sample: float,
+        invite: Invite = INVITE,
+    ):
         self.world = world
         self.name = name
         self.identity = identity
@@ -79,7 +95,7 @@ class Host:
         self.died_s = 0.0
         self.skew_s = skew_s
         self.clock = TubeClock(world.loop, skew_s)
-        self.passes = PassChecker(INVITE.run_id, clock=self.clock, own_pass=INVITE.pass_for(self.peer_id))
+        self.passes = PassChecker(invite.run_id, clock=self.clock, own_pass=invite.pass_for(self.peer_id))
         self.random = TubeRandom(f"{world.seed} {name}")
         self.threads = TubeThreads(self)
         self.storage = TubeStorage()
@@ -91,6 +107,7 @@ class Host:
         self.stage = "auto"
         self.grace_s = 0.0
         self.service: RunService | None = None
+        self.own_agreement: Agreement | None = None
         self.coordination: Coordination | None = None
         self.orders: list[Assignment] = []
         self._context = contextvars.copy_context()
@@ -108,6 +125,8 @@ class Host:
     @property
     def agreement(self) -> Agreement | None:
         """Its peer's or coordinator's part in agreement; None before that knows the run's epochs."""
+        if self.own_agreement is not None:
+            return self.own_agreement
         if self.service is not None:
             return None if self.service._agreed is None else self.service._agreed._agreeing.agreement
         return None if self.parts is None else self.parts.agreement

@@ -51,6 +51,8 @@ TOLERANCE = 1e-5
 MOST_COMPUTED = 4
 # A stage-mate that died, or left, so long ago may still have been counted upon.
 LOOKED_S = 25.0
+# What updates may hold, by what they should: each peer of stage 0 may have one microbatch more in flight.
+LEAST, MOST = 0.8, 1.6
 
 
 class Invariants:
@@ -64,7 +66,11 @@ class Invariants:
         at_finish: the peers that were there then
         num_slices: of a pass over the data; 0 before anybody has read it
         ends: the places that the longest logs of all stages had come to, once nothing is to follow
+        entries: where one member lies, see Outcome
+        sizes: the least and the most that updates may hold, by what they should
     """
+
+    sizes = LEAST, MOST
 
     def __init__(self, tube: Tube, resolved: ResolvedManifest):
         self.tube = tube
@@ -75,6 +81,7 @@ class Invariants:
         self.at_finish: list[Host] = []
         self.num_slices = 0
         self.ends: dict[int, Place] = {}
+        self.entries: list[tuple[float, int, dict[str, int]]] = []
         self._tokens: dict[SampleId, torch.Tensor] = {}
         self._terms: dict[str, dict[Term, Any]] = {}  # that a process has heard of, by its host
         self._reference = [StageTrainer(resolved, spec, blank=True) for spec in resolved.specs]
@@ -429,8 +436,11 @@ class Invariants:
                 self.tube.violation(f"{text} of {seats}, and nobody has reported them lost")
 
     def _is_excused(self, stage: int, name: Name, *, is_held: bool) -> bool:
-        """Whether work was reported lost, or nobody is left who could."""
-        if (stage, name) in self.records.told_lost:
+        """Whether work was reported lost, or will be at the next step, or nobody is left who could."""
+        members = [members_of(host).get(stage) for host in self.tube.world.alive()]
+        if (stage, name) in self.records.told_lost or any(
+            name == each.name for member in members if member is not None for each in member.work.lost
+        ):
             return True
         alive = {host.name for host in self.tube.world.alive()}
         is_there = any(host.seat == name.seat for host in self.tube.world.alive())

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from faults import KINDS
+from liars import HONEST, LIES
 
 # Faults begin when the swarm has begun to train, or when it has kept a snapshot or some, and so long they go on; in a
 # share of the schedules, longer.
@@ -28,6 +29,28 @@ WHERE_STAGES_ARE_LOST = {
     "end_run": 0.0,
 }
 
+# Where one member lies (`liar`): kinds that leave the others of its stage a majority of tickets, and how long they go
+# on. A leader that is mute costs its stage a minute and a half of that.
+BESIDE_A_LIAR = {
+    "kill",
+    "kill_in_call",
+    "flap",
+    "sigterm",
+    "stall",
+    "slow",
+    "lag",
+    "lose_connection",
+    "lose",
+    "delay",
+    "repeat",
+    "garbage",
+    "full_disk",
+    "slow_threads",
+    "fail_checkpoints",
+    "stranger",
+}
+LIES_S = 240.0
+
 
 @dataclass(frozen=True)
 class Event:
@@ -48,7 +71,8 @@ class Schedule:
 
     Attributes:
         seed: a number, for another mode than synchronous averaging with the mode before it: periodic-7. A kind of fault
-            may stand after it, which is drawn far more often then: periodic-7+lag
+            may stand after it, which is drawn far more often then: periodic-7+lag. Where one member lies, a kind of lie
+            may, or `honest` for the same without a lie: liar-7+ghosts
         peers: peers at the beginning
         first_s: from when on faults begin
         faults_s: how long new faults begin
@@ -73,6 +97,24 @@ class Schedule:
         return self.seed.rpartition("-")[0] or "synchronous"
 
     @property
+    def has_liar(self) -> bool:
+        """Whether one member lies, or would."""
+        return self.mode == "liar"
+
+    @property
+    def lie(self) -> str:
+        """The kind of lie that is told; HONEST for none."""
+        number, _, lie = self.seed.partition("+")
+        if not self.has_liar:
+            return HONEST
+        return lie or random.Random(f"lie {number}").choice(sorted(LIES))
+
+    @property
+    def chance(self) -> str:
+        """What all chance follows from: with a lie, the same as without it."""
+        return self.seed.partition("+")[0] if self.has_liar else self.seed
+
+    @property
     def finishes(self) -> bool:
         """Whether the run has few optimizer steps, and comes to its end."""
         return self.mode.startswith("finish")
@@ -85,6 +127,8 @@ class Schedule:
             only: numbers of the events to keep; None for all
         """
         number, _, often = seed.partition("+")
+        if number.startswith("liar-"):
+            return cls._with_liar(seed, only)
         if often and often not in KINDS:
             raise SystemExit(f"{seed}: no kind of fault is called {often}; there are {', '.join(sorted(KINDS))}")
         rng = random.Random(f"schedule {number}")
@@ -98,6 +142,21 @@ class Schedule:
         events = tuple(Event(number, at_s, _draw_kind(seed, number)) for number, at_s in enumerate(times))
         kept = tuple(event for event in events if only is None or event.number in only)
         return cls(seed, stages, peers, standbys, first_s, faults_s, kept)
+
+    @classmethod
+    def _with_liar(cls, seed: str, only: Sequence[int] | None) -> Schedule:
+        """Two stages of three tickets and more, and a few faults that strike one after the other."""
+        number, _, lie = seed.partition("+")
+        if lie and lie not in LIES and lie != HONEST:
+            raise SystemExit(f"{seed}: no lie is called {lie}; there are {', '.join(sorted(LIES))}, and {HONEST}")
+        rng = random.Random(f"schedule {number}")
+        peers, standbys, first_s = rng.choice([6, 7, 8, 8]), rng.choice([0, 1]), rng.choice([30.0, 45.0])
+        times = sorted(rng.uniform(first_s, first_s + LIES_S - 40.0) for _ in range(rng.randint(2, 6)))
+        weights = {name: weight for name, (_, weight) in KINDS.items() if name in BESIDE_A_LIAR}
+        kinds = rng.choices(list(weights), list(weights.values()), k=len(times))
+        events = tuple(Event(n, at_s, kind) for n, (at_s, kind) in enumerate(zip(times, kinds, strict=True)))
+        kept = tuple(event for event in events if only is None or event.number in only)
+        return cls(seed, 2, peers, standbys, first_s, LIES_S, kept)
 
 
 def _draw_kind(seed: str, number: int) -> str:

@@ -26,9 +26,11 @@ from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, check_calm, check_lost, has_c
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
 from finish import FinishInvariants, FinishPeriodicInvariants, num_steps
+from honest import HonestInvariants
 from hosted import obeying_schedules, run_coordinator, run_peer, run_stranger
-from hosts import RUN_KEY, Host, identity_of
+from hosts import INVITE, RUN_KEY, Host, identity_of, invite_of
 from invariants import Invariants, members_of
+from liars import HONEST, LIES, Liar
 from loop import TubeLoop, run
 from network import Link
 from periodic import PeriodicInvariants
@@ -48,6 +50,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.protocol.epochs import COORDINATORS
 from swarm_peer.runtime.network.agreement import BEGIN_ANEW_INTERVALS
+from swarm_peer.wire.passes import Invite
 
 # Once faults have ceased, so many optimizer steps must follow in so much virtual time.
 STEPS_AFTER = 3
@@ -94,7 +97,12 @@ WATCHES: dict[str, type[Invariants]] = {
     "lost": Invariants,
     "lost-delayed": Invariants,
     "lost-periodic": PeriodicInvariants,
+    "liar": HonestInvariants,
 }
+# Where one member lies, of those that begin, the first lie and the others are struck by faults: so many of each stage
+# are left to a majority. Newcomers join so long after the lie has begun.
+MAY_LIE = 6
+NEWCOMERS_AFTER_S = (10.0, 90.0)
 
 
 def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
@@ -104,6 +112,7 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
         averaging, averaging
     )
+    averaging = "synchronous" if mode == "liar" else averaging
     # Where averaging is periodic, snapshots are of the ends of periods.
     snapshot_every = 5 if averaging == "periodic" else random.Random(f"snapshots {seed}").choice([2, 5])
     return RunManifest.model_validate(
@@ -144,6 +153,11 @@ class Outcome:
         steps: rounds that stage 0 has committed
         validated: shares of validations that were compared with one process's
         passes: over the text that are over
+        told: lies
+        price_s: for how long they may cost pace
+        liars: the peers that have told them
+        entries: where one member lies: when each was first followed, its stage, and the samples in it that each peer
+            has computed
     """
 
     seed: str
@@ -162,6 +176,10 @@ class Outcome:
     virtual_s: float = 0.0
     cpu_s: float = 0.0
     log: list[str] = field(default_factory=list)
+    told: int = 0
+    price_s: float = 0.0
+    liars: list[str] = field(default_factory=list)
+    entries: list[tuple[float, int, dict[str, int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -187,13 +205,16 @@ class Tube:
 
     def __init__(self, schedule: Schedule, loop: TubeLoop, folder: Path):
         self.schedule = schedule
-        self.world = World(loop, schedule.seed)
+        self.world = World(loop, schedule.chance)
         self.num_stages = schedule.stages
-        self.most_peers = 8
+        self.most_peers = 10 if schedule.has_liar else 8
+        self.liar: Liar | None = None
+        self.lies = ExitStack()
+        self._one_fault = anyio.Lock()
         self.checkpoint_failure: str | None = None
         self.lost = False
         self._operator: Host | None = None
-        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode, schedule.seed))
+        self.resolved = ResolvedManifest.of(make_manifest(schedule.stages, schedule.mode, schedule.chance))
         watch = WATCHES.get(schedule.mode, Invariants)
         self.invariants = watch(self, self.resolved)
         self._folder = folder
@@ -208,7 +229,7 @@ class Tube:
         self._callees: list[tuple[str | None, asyncio.Future[Host]]] = []
         self._absences: list[Absence] = []
         self._cut_until: dict[Host, float] = {}  # until then it did not reach some other host
-        self._is_over = False
+        self.is_over = False
 
     # --- what faults and invariants ask
 
@@ -231,8 +252,9 @@ class Tube:
         self._committed[stage].add(round_number)
 
     def peers(self) -> list[Host]:
-        """The peers that are to stay."""
+        """The peers that are to stay, but for those that lie."""
         alive = [host for host in self.world.alive() if host.name.startswith("p") and not host.ended.is_set()]
+        alive = [host for host in alive if host not in self.world.liars]
         return [host for host in alive if host.peer_id not in self._revoked]
 
     def _revoked_peers(self) -> list[Host]:
@@ -242,17 +264,22 @@ class Tube:
         return [host for host in self.world.alive() if host.name.startswith("c")]
 
     def any_host(self, rng: random.Random) -> Host | None:
-        alive = self.world.alive()
+        alive = [host for host in self.world.alive() if self.may_fail(host)]
         return rng.choice(alive) if alive else None
 
+    def may_fail(self, host: Host) -> bool:
+        """Whether a fault may strike a host. Where one member lies, the majorities of all stages are spared."""
+        number = host.name.partition("'")[0].removeprefix("p")
+        return not self.schedule.has_liar or not number.isdigit() or int(number) >= MAY_LIE
+
     def any_peer(self, rng: random.Random) -> Host | None:
-        alive = self.peers()
+        alive = [host for host in self.peers() if self.may_fail(host)]
         return rng.choice(alive) if alive else None
 
     def expendables(self) -> list[Host]:
         """Peers that may go: as many stay as there are stages, and each keeps one stage's state or another's."""
         peers = self.peers()
-        return peers if len(peers) > self.num_stages else []
+        return [peer for peer in peers if self.may_fail(peer)] if len(peers) > self.num_stages else []
 
     def expendable(self, rng: random.Random) -> Host | None:
         return rng.choice(peers) if (peers := self.expendables()) else None
@@ -277,7 +304,7 @@ class Tube:
             )
             for absence in self._absences
         )
-        if not others and not excused and not self._is_over:
+        if not others and not excused and not self.is_over:
             self.violation(f"a move has emptied stage {stage}")
 
     def was_absent(self, host: Host, since_s: float) -> bool:
@@ -304,6 +331,7 @@ class Tube:
     def start_peer(self, rng: random.Random, name: str | None = None) -> Host:
         name = name or f"p{next(self._numbers)}"
         stage = "auto" if rng.random() < 0.8 else str(rng.randrange(self.num_stages))
+        stage = str(int(name[1:]) % self.num_stages) if self.schedule.has_liar else stage
         host = self._make_host(name, rng.choice([0.1, 0.2, 0.4]), rng.uniform(-0.3, 0.3))
         host.stage = stage
         host.grace_s = rng.choice(GRACES_S)
@@ -314,10 +342,23 @@ class Tube:
         life = self._lives[name] = self._lives.get(name, -1) + 1
         identity = self._run_key if name == "c0" else identity_of(name)
         full_name = name if not life else f"{name}'{life}"
-        host = Host(self.world, full_name, identity, skew_s=skew_s, seconds_per_sample=seconds_per_sample)
+        host = Host(
+            self.world,
+            full_name,
+            identity,
+            skew_s=skew_s,
+            seconds_per_sample=seconds_per_sample,
+            invite=self._invite_of(name),
+        )
         self.world.hosts.append(host)
         self.world.note("start", full_name)
         return host
+
+    def _invite_of(self, name: str) -> Invite:
+        """Where one member lies, each peer has come by a ticket of its own, but for some liars."""
+        if not self.schedule.has_liar or not name.startswith("p"):
+            return INVITE
+        return invite_of(f"ticket of {Liar.owner_of(name, self.schedule.lie)}")
 
     def start_coordinator(self, name: str) -> Host:
         host = self._make_host(name, 1.0, 0.0)
@@ -421,6 +462,9 @@ class Tube:
             await anyio.sleep(rng.choice([0.0, 0.3, 2.0]))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._collect_garbage)
+            if self.schedule.has_liar:
+                tasks.start_soon(self._lie)
+                tasks.start_soon(self._bring_newcomers, rng)
             await self._strike_all()
             if self.world.rng("quiet").random() < QUIET_SHARE:
                 await anyio.sleep(QUIET_S)
@@ -431,9 +475,27 @@ class Tube:
             await self._recover()
         if not self.world.violations:
             await self._end()
+        has_lied = self.schedule.lie == HONEST or (self.liar is not None and self.liar.told)
+        if not has_lied and not self.world.violations:
+            self.violation(f"no lie was told: {self.schedule.lie}")
         for host in self.world.alive():
             host.die()
         await anyio.sleep(1.0)
+
+    async def _lie(self) -> None:
+        """Have one member begin to lie."""
+        await anyio.sleep(self.schedule.first_s - self.world.loop.time())
+        if self.schedule.lie == HONEST:
+            return
+        self.liar = LIES[self.schedule.lie](self)
+        while not self.liar.begin():  # noqa: ASYNC110  # a clock that jumps costs nothing
+            await anyio.sleep(1.0)
+        self.lies.enter_context(self.liar.lying())
+
+    async def _bring_newcomers(self, rng: random.Random) -> None:
+        for after_s in NEWCOMERS_AFTER_S:
+            await anyio.sleep(self.schedule.first_s + after_s - self.world.loop.time())
+            self.start_peer(rng)
 
     async def _collect_garbage(self) -> None:
         while True:
@@ -461,11 +523,16 @@ class Tube:
 
     async def _strike(self, event: Event) -> None:
         await anyio.sleep(max(event.at_s - self.world.loop.time(), 0.0))  # many peers take a while to start
+        if self.schedule.has_liar:
+            await self._one_fault.acquire()
         self.world.note("event", event.number, event.kind)
         try:
             await KINDS[event.kind][0](self, self.world.rng(f"event {event.number}"))
         except Unstruck:
             return  # no such call came
+        finally:
+            if self.schedule.has_liar:
+                self._one_fault.release()
 
     def _calm(self) -> None:
         """Faults cease."""
@@ -547,7 +614,7 @@ class Tube:
             return
         check_calm(self.invariants, self.peers(), stores, round_s)
         moved = self.invariants.records.moves_of - moves_of
-        check_lost(self.invariants, since, lost, moved)
+        check_lost(self.invariants, since, lost, {*moved, *(host.name for host in self.world.liars)})
         if not self.world.violations:
             await self._leave_in_order(rng)
 
@@ -649,11 +716,12 @@ class Tube:
         acting = [each for each in coordinations if each is not None and each.acts]
         if len(acting) != 1:
             found.append(f"{len(acting) or 'no'} coordinators act")
-        epochs = {host.agreement.core.epoch for host in self.world.alive() if host.agreement is not None}
+        honest = [host for host in self.world.alive() if host not in self.world.liars]
+        epochs = {host.agreement.core.epoch for host in honest if host.agreement is not None}
         newest = max(epochs, key=lambda epoch: epoch.id)
         if len(epochs) > 1:
             found.append(f"{len(epochs)} epochs are the newest to somebody")
-        seats = {host.seat for host in (*self.peers(), *self.coordinators())}
+        seats = {host.seat for host in (*self.peers(), *self.coordinators(), *self.world.liars)}
         if gone := [seat.peer for seat in newest.seats if seat not in seats]:
             found.append(f"{gone} have places and are gone")
         placed = newest.roster(COORDINATORS)
@@ -720,7 +788,8 @@ class Tube:
             await anyio.sleep(1.0)
         self._operator.die()
         for host in self.world.alive():
-            self.violation(f"{host.name} has not gone though the run was ended")
+            if host not in self.world.liars:
+                self.violation(f"{host.name} has not gone though the run was ended")
             host.die()
         await anyio.sleep(150.0)
         self.invariants.check_shares()
@@ -733,14 +802,14 @@ class Tube:
             if task is not mine:
                 self.violation(f"a task is left over: {task!r:.300}")
         for host, complaint in self.world.loop.complaints:
-            if host is None or host.has_ended:
+            if host is None or (host.has_ended and host not in self.world.liars):
                 self.violation(f"{host}: {complaint}")
-        for host in self.world.hosts:
+        for host in [each for each in self.world.hosts if each not in self.world.liars]:
             if defects := host.metrics.handler_defects._value.get():
                 self.violation(f"{host}: {defects} handlers failed")
 
     async def _tell_end(self, operator: Host, dht: Any) -> None:
-        self._is_over = True  # everybody goes, and those that know it first do not ask who stays
+        self.is_over = True  # everybody goes, and those that know it first do not ask who stays
         while True:
             begun = int(operator.clock.unix_s())
             await end_run_for(dht, self._run_key, begun, ENDED_BY_OPERATOR)
@@ -808,7 +877,7 @@ def run_schedule(schedule: Schedule) -> Outcome:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
-            with tube.invariants.watching(), obeying_schedules():
+            with tube.invariants.watching(), obeying_schedules(), tube.lies:
                 await tube.run()
         except Exception as error:
             tube.world.violation(f"the tube itself failed: {error!r}", error)
@@ -830,6 +899,10 @@ def run_schedule(schedule: Schedule) -> Outcome:
     outcome.doubled, outcome.lost = records.doubled, tube.lost
     outcome.checked, outcome.validated, outcome.passes = records.checked, records.validated, records.passes
     outcome.events = world.num_events
+    if tube.liar is not None:
+        outcome.told, outcome.price_s = tube.liar.told, tube.liar.price_s
+        outcome.liars = [host.name for host in world.liars]
+    outcome.entries = list(tube.invariants.entries)
     outcome.cpu_s = time.process_time() - began_s
     return outcome
 

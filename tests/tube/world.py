@@ -38,6 +38,7 @@ class World:
     Attributes:
         strikes: faults that struck, by kind
         violations: broken invariants, in words
+        liars: hosts that lie: what goes wrong on them is their own affair
     """
 
     def __init__(self, loop: TubeLoop, seed: str):
@@ -46,6 +47,7 @@ class World:
         self.hosts: list[Host] = []
         self.strikes: Counter[str] = Counter()
         self.violations: list[str] = []
+        self.liars: list[Host] = []
         self.log: list[str] = []
         self.network = TubeNetwork(self)
         self.on_violation: Callable[[], None] = lambda: None
@@ -73,6 +75,9 @@ class World:
 
     def violation(self, what: str, error: BaseException | None = None) -> None:
         """Note that an invariant is broken."""
+        if HOST.get() in self.liars:
+            self.note("liar", what.splitlines()[0])
+            return
         if error is not None:
             what += "\n" + "".join(traceback.format_exception(error)[-30:])
         self.note("violation", what.splitlines()[0])
