@@ -7,7 +7,7 @@ import pytest
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Contribution, Have, Name, Part, base_of
+from swarm_peer.protocol.log import Contribution, HandedOver, Have, Name, Part, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Ready, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
@@ -41,7 +41,10 @@ def leader():
 
 
 def brought(leader, *contributions):
-    part = Part(LIES, contributions)
+    given = tuple(
+        Signed(HandedOver(each.name.seat, ID, each, ""), b"") for each in contributions if each.name.seat != LIES
+    )
+    part = Part(LIES, contributions, given)
     leader.take_ready(LIES, Ready(1, 0, leader._member.log.head, "", part), 0.0)
     return {each.name for part in leader._parts([LIES, MATE], BASE) for each in part.brings}
 
