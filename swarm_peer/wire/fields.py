@@ -49,8 +49,9 @@ def _check_metrics_address(value: str) -> str:
 
 TimePercent = Annotated[tuple[Percent, Percent, Percent], AfterValidator(_check_shares)]
 MetricsAddress = Annotated[str, Field(max_length=64), AfterValidator(_check_metrics_address)]
-RoundNumber = Annotated[int, Field(ge=0, lt=2**40)]
-OptimizerStep = Annotated[int, Field(ge=0, lt=2**40)]
+MAX_ROUNDS = 2**40
+RoundNumber = Annotated[int, Field(ge=0, lt=MAX_ROUNDS)]
+OptimizerStep = Annotated[int, Field(ge=0, lt=MAX_ROUNDS)]
 MAX_SAMPLES = 2**40
 Samples = Annotated[int, Field(ge=0, lt=MAX_SAMPLES)]
 # Unix milliseconds; 0 if not known.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution
+from swarm_peer.protocol.log import Committed, Contribution, Done
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.wire.fields import LEAST_MEASURED, MAX_LOSS, MAX_ROUNDS, MAX_SAMPLES
 from swarm_peer.wire.records import MAX_REPORTS, RoundReport
 
 log = logging.getLogger(__name__)
@@ -51,14 +52,19 @@ class RoundReports:
         is_each_held = self._manifest.averaging.steps_per_average == 1
         samples = num_windows(cut.samples) if is_each_held else sum(each.samples for each in counts)
         weight = sum(each.weight for each in (cut.brings if is_each_held else counts))
-        loss = self._mean_loss(sum(each.loss_sum for each in counts), sum(each.weight for each in counts))
+        loss = self._mean_loss(counts)
         now_s = self._clock.monotonic_s()
         seconds, self._began_s = now_s - self._began_s, now_s
         optimizer_step = restart.optimizer_step + cut.round + 1 - restart.first_round
-        if self._stage == 0:
+        if self._stage == 0 and 0 <= optimizer_step < MAX_ROUNDS > cut.round:
+            # Members tell of samples what they like, within what the protocol checks; no report is refused for it.
             self.finished.append(
                 RoundReport(
-                    round_number=cut.round, optimizer_step=optimizer_step, samples=samples, loss=loss, seconds=seconds
+                    round_number=cut.round,
+                    optimizer_step=optimizer_step,
+                    samples=min(max(samples, 0), MAX_SAMPLES - 1),
+                    loss=loss,
+                    seconds=seconds if seconds >= LEAST_MEASURED else 0.0,
                 )
             )
         if cut.averages and not weight:
@@ -77,14 +83,18 @@ class RoundReports:
             0.0 if result is None else result.learning_rate,
         )
 
-    def _mean_loss(self, loss_sum: float, weight: int) -> float:
-        """The mean loss of the targets that have counted, in nats per token.
+    def _mean_loss(self, counts: Sequence[Done]) -> float:
+        """The mean loss of the targets that have counted, in nats per token: what fits a report.
 
-        The loss of a sample is a sum over its targets, divided by the length that all samples have.
+        The loss of a sample is a sum over its targets, divided by the length that all samples have. A count of a loss
+        that no stage computes is a lie, and left out.
         """
         data = self._manifest.data
+        sound = [each for each in counts if abs(each.loss_sum) <= MAX_LOSS * each.samples and each.weight > 0]
+        weight = sum(each.weight for each in sound)
         num_samples = weight / data.sequence_length if data.has_targets else weight
-        return loss_sum / num_samples if num_samples else 0.0
+        loss = sum(each.loss_sum for each in sound) / num_samples if num_samples else 0.0
+        return min(max(loss, -MAX_LOSS), MAX_LOSS)
 
     def lose(self, lost: list[Contribution]) -> None:
         """Report work that no update will hold, and forget it. Others read its samples again."""

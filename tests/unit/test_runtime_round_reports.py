@@ -1,0 +1,57 @@
+"""What a seat tells of its rounds fits its records, whatever other seats have told."""
+
+from __future__ import annotations
+
+import pytest
+from contexts import MovedClock, make_context, unparsed
+
+from swarm_peer.policy.data.ranges import WindowRange
+from swarm_peer.protocol.epochs import BEGINNING
+from swarm_peer.protocol.log import Close, Committed, Contribution, Cut, Done, Entry, Name, Part
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
+from swarm_peer.runtime.step.round_reports import RoundReports
+from swarm_peer.wire.fields import MAX_SAMPLES
+
+SEATS = Seat("honest", 1, ""), Seat("hostile", 1, "")
+ID = EpochId(1, SEATS[0], 0)
+
+
+def reports_of(stage=0):
+    context = make_context(unparsed("m" * 32), clock=MovedClock(now=1.0))
+    return RoundReports(context=context, stage=stage, result=lambda: None), context.metrics
+
+
+def committed(*, loss_sum=0.0, samples=4, weight=4, ranges=(), number=5):
+    """An entry of an honest seat, whose loss is 2, and of one that tells what it likes."""
+    done = Done(SEATS[0], ID, number, 0, 4, (), weight=4, loss_sum=8.0)
+    lie = Done(SEATS[1], ID, number, 0, samples, (), weight=weight, loss_sum=loss_sum)
+    names = [Name(seat, number) for seat in SEATS]
+    good = Contribution(names[0], 4, (WindowRange(0, 0, 0, 4),), ())
+    parts = Part(SEATS[0], (good,)), Part(SEATS[1], (Contribution(names[1], weight, ranges, ()),))
+    cut = Cut(stage=0, round=number, epoch=ID, attempt=0, parent="", root="", base=(), averages=True, parts=parts)
+    return Committed(Entry(cut, ""), (), Close(number, (Signed(done, b""), Signed(lie, b""))))
+
+
+@pytest.mark.parametrize(
+    ("lie", "samples", "loss"),
+    [
+        ({"loss_sum": 8.0}, 4, 2.0),
+        ({"loss_sum": 1.7e308}, 4, 2.0),
+        ({"loss_sum": -1e300, "samples": 2**62}, 4, 2.0),
+        ({"loss_sum": 1e33, "samples": 2**62, "weight": 1}, 4, 1e15),
+        ({"weight": -1}, 4, 2.0),
+        ({"loss_sum": 8.0, "ranges": (WindowRange(0, 1, 1000, 0),)}, 0, 2.0),
+        ({"loss_sum": 8.0, "ranges": (WindowRange(0, 1, 0, 2**61),)}, MAX_SAMPLES - 1, 2.0),
+    ],
+)
+def test_no_count_of_another_seat_keeps_a_round_from_being_reported(lie, samples, loss):
+    reports, _ = reports_of()
+    reports.ended(committed(**lie), BEGINNING)
+    (report,) = reports.finished
+    assert (report.samples, report.loss) == (samples, loss)
+
+
+def test_a_round_beyond_all_records_is_not_reported():
+    reports, _ = reports_of()
+    reports.ended(committed(number=2**61), BEGINNING)
+    assert not reports.finished
