@@ -28,6 +28,9 @@ from swarm_peer.wire.packing import unpack
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_TEXT_CHARS = 128
 MAX_ITEMS_IN_FIELD = 1 << 13
+# Signed statements in one message. Of those of honest seats that MAX_MESSAGE_BYTES lets pass, a log of twelve seats in
+# each of two stages has some 2,700.
+MAX_SIGNED = 3000
 MAX_NUMBER = 1 << 62
 SIGNATURE_BYTES = 64
 
@@ -124,28 +127,52 @@ class Statements:
         Raises:
             InvalidMessage: it is none of this class, or one of its signatures does not match
         """
+        found, statements = self.read(cls, data)
+        for signed in statements:
+            self.check(signed)
+        return found
+
+    def read(self, cls: type[V], data: bytes) -> tuple[V, list[Signed[Any]]]:
+        """The value that `encode` encoded, and the statements in it, whose signatures are to be checked.
+
+        Raises:
+            InvalidMessage: it is none of this class
+        """
         name = f"{getattr(cls, '__name__', cls)} of the protocol"
         if len(data) > MAX_MESSAGE_BYTES:
             raise InvalidMessage(f"{name}: {len(data)} bytes; at most {MAX_MESSAGE_BYTES} go")
+        statements = list[Signed[Any]]()
+
+        def note(signed: Signed[Any]) -> None:
+            if len(statements) >= MAX_SIGNED:
+                raise _Unfit(f"more than {MAX_SIGNED} signed statements")
+            statements.append(signed)
+
         try:
-            found: V = _reader(cls)(unpack(data, name), self._check)
+            found: V = _reader(cls)(unpack(data, name), note)
         except _Unfit as error:
             raise InvalidMessage(f"{name}: {error}") from error
-        return found
+        return found, statements
 
-    def _check(self, signed: Signed[Any]) -> None:
+    def check(self, signed: Signed[Any]) -> None:
+        """Check a statement's signature. Takes 0.1 ms, if it was not checked lately.
+
+        Raises:
+            InvalidMessage: it does not match
+        """
         body = signed.body
         author = self._run if isinstance(body, KeySigned) else body.author.peer
         if not verify(author, _signed_bytes(self._run, body), signed.signature):
-            raise _Unfit(f"the signature of a {type(body).__name__} of {author[:60]} does not match")
+            raise InvalidMessage(f"the signature of a {type(body).__name__} of {author[:60]} does not match")
 
 
 class _Unfit(Exception):
     """A value does not fit its type."""
 
 
-Check = Callable[[Signed[Any]], None]
-Reader = Callable[[object, Check], Any]
+# Takes note of a signed statement, whose signature is checked once all else fits.
+Note = Callable[[Signed[Any]], None]
+Reader = Callable[[object, Note], Any]
 
 
 def _signed_bytes(run: str, body: object) -> bytes:
@@ -196,30 +223,30 @@ def _one_of(hints: tuple[Any, ...]) -> Reader:
     signed = bodies.get(_NUMBERS[Signed])
     body_reader = _reader(functools.reduce(lambda a, b: a | b, signed)) if signed else None
 
-    def read(data: object, check: Check) -> Any:
+    def read(data: object, note: Note) -> Any:
         if not isinstance(data, tuple) or not data or type(data[0]) is not int or data[0] not in bodies:
             raise _Unfit(f"none of {', '.join(CLASSES[number].__name__ for number in bodies)}: {data!r:.80}")
         number, *values = data
         if body_reader is None or number != _NUMBERS[Signed]:
-            return _read_fields(CLASSES[number], values, check)
+            return _read_fields(CLASSES[number], values, note)
         match values:
             case [body, bytes() as signature] if len(signature) == SIGNATURE_BYTES:
-                found = Signed(body_reader(body, check), signature)
-                check(found)
+                found = Signed(body_reader(body, note), signature)
+                note(found)
                 return found
         raise _Unfit(f"a signed statement is a statement and {SIGNATURE_BYTES} bytes")
 
     return read
 
 
-def _read_fields(cls: type, values: list[object], check: Check) -> Any:
+def _read_fields(cls: type, values: list[object], note: Note) -> Any:
     readers = _field_readers(cls)
     if len(values) != len(readers):
         raise _Unfit(f"{cls.__name__} has {len(readers)} fields, not {len(values)}")
     found = {}
     for (name, reader), value in zip(readers.items(), values, strict=True):
         try:
-            found[name] = reader(value, check)
+            found[name] = reader(value, note)
         except _Unfit as error:
             raise _Unfit(f"{cls.__name__}.{name}: {error}") from error
     return cls(**found)
@@ -238,25 +265,25 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 def _optional(arguments: tuple[Any, ...]) -> Reader:
     reader = _reader(functools.reduce(lambda a, b: a | b, (each for each in arguments if each is not type(None))))
-    return lambda data, check: None if data is None else reader(data, check)
+    return lambda data, note: None if data is None else reader(data, note)
 
 
 def _pair(arguments: tuple[Any, ...]) -> Reader:
     readers = [_reader(each) for each in arguments]
 
-    def read(data: object, check: Check) -> Any:
+    def read(data: object, note: Note) -> Any:
         if not isinstance(data, tuple) or len(data) != len(readers):
             raise _Unfit(f"{len(readers)} values: {data!r:.80}")
-        return tuple(reader(each, check) for reader, each in zip(readers, data, strict=True))
+        return tuple(reader(each, note) for reader, each in zip(readers, data, strict=True))
 
     return read
 
 
 def _many(kind: type, reader: Reader) -> Reader:
-    def read(data: object, check: Check) -> Any:
+    def read(data: object, note: Note) -> Any:
         if not isinstance(data, tuple) or len(data) > MAX_ITEMS_IN_FIELD:
             raise _Unfit(f"no list of at most {MAX_ITEMS_IN_FIELD}: {data!r:.80}")
-        found = kind(reader(each, check) for each in data)
+        found = kind(reader(each, note) for each in data)
         if len(found) != len(data):
             raise _Unfit("one twice in a set")
         return found
@@ -264,25 +291,25 @@ def _many(kind: type, reader: Reader) -> Reader:
     return read
 
 
-def _text(data: object, _: Check) -> str:
+def _text(data: object, _: Note) -> str:
     if not isinstance(data, str) or len(data) > MAX_TEXT_CHARS:
         raise _Unfit(f"no text of at most {MAX_TEXT_CHARS} characters: {data!r:.80}")
     return data
 
 
-def _number(data: object, _: Check) -> int:
+def _number(data: object, _: Note) -> int:
     if type(data) is not int or not -1 <= data <= MAX_NUMBER:
         raise _Unfit(f"no number from -1 to {MAX_NUMBER}: {data!r:.80}")
     return data
 
 
-def _truth(data: object, _: Check) -> bool:
+def _truth(data: object, _: Note) -> bool:
     if not isinstance(data, bool):
         raise _Unfit(f"neither true nor false: {data!r:.80}")
     return data
 
 
-def _real(data: object, _: Check) -> float:
+def _real(data: object, _: Note) -> float:
     if not isinstance(data, float) or not math.isfinite(data):
         raise _Unfit(f"no finite number with a point: {data!r:.80}")
     return data

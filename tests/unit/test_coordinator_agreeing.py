@@ -183,6 +183,8 @@ async def test_a_coordinator_that_is_started_again_goes_on_with_its_peers(tmp_pa
         part = await some.open(context, tmp_path)
         peers = [await some.peer(0), await some.peer(1)]
         await until(part, lambda: part.membership.epoch.begun == (0, 1))
+        for stage, peer in enumerate(peers):
+            await until(peer, lambda peer=peer, stage=stage: stage in peer.core.membership.stages)
         term, old = part.membership.epoch.id.term, part.membership.me
         some.kill(context.identity)
         again = await some.open(context_of(context.identity), tmp_path, Start(True, True))

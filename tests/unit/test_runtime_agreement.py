@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
+import anyio.lowlevel
 import pytest
 from agreeing import BATCH, HASH, RUN, certified_first, quickly, swarm, until
 from contexts import make_context, unparsed
@@ -13,7 +16,8 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.epochs import Certified
 from swarm_peer.protocol.grants import Reads
-from swarm_peer.protocol.messages import Alive, Fetch, Message, News
+from swarm_peer.protocol.log import Close, Committed, Cut, Entry, Pass
+from swarm_peer.protocol.messages import Alive, Commit, Fetch, Message, News
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.network import agreement
 from swarm_peer.runtime.network.agreement import MAX_MESSAGES, NO_EPOCH, Agreement, Ticket, find_epochs
@@ -134,6 +138,88 @@ def test_nobody_speaks_for_another():
     anyio.run(run)
 
 
+def alone(network):
+    """The part of a peer that nobody else agrees with."""
+    identity = Identity.generate()
+    return Agreement(
+        context=make_context(unparsed(HASH), identity=identity, run_id=RUN.peer_id),
+        transport=network.transport(identity.peer_id),
+        life=1,
+        first=[certified_first(identity)],
+    )
+
+
+def told_by(author, count, first=0):
+    """A message with as many statements, all of them signed by its sender."""
+    statements, seat = Statements(RUN.peer_id, author), Seat(author.peer_id, 0, "")
+    signed = tuple(statements.sign(Pass(seat, NO_EPOCH, str(first + number))) for number in range(count))
+    cut = Cut(stage=0, round=0, epoch=NO_EPOCH, attempt=0, parent="", root="", base=(), averages=True, parts=())
+    committed = Committed(Entry(cut, ""), signed, Close(0, ()))
+    return memoryview(statements.encode(Message(seat, NO_EPOCH, Commit(committed))))
+
+
+def checks(part, monkeypatch):
+    """The statements whose signatures a part has checked."""
+    checked, check = [], part.statements.check
+    monkeypatch.setattr(part.statements, "check", lambda signed: checked.append(signed) or check(signed))
+    return checked
+
+
+def test_others_have_their_turn_while_the_calls_of_a_peer_are_read(monkeypatch):
+    monkeypatch.setattr(agreement, "CHECKED_AT_ONCE", 5)
+
+    async def run():
+        async with MemoryNetwork() as network, anyio.create_task_group() as tasks:
+            part, author, at_once = alone(network), Identity.generate(), []
+            checked = checks(part, monkeypatch)
+
+            async def watch():
+                while True:
+                    before = len(checked)
+                    await anyio.lowlevel.checkpoint()
+                    at_once.append(len(checked) - before)
+
+            async def call(first):
+                await part.handle(author.peer_id, AgreeCall(manifest=HASH), [told_by(author, 12, first)] * 2)
+                if len(checked) == 72:
+                    tasks.cancel_scope.cancel()
+
+            tasks.start_soon(watch)
+            for number in range(3):
+                tasks.start_soon(call, 12 * number)
+        assert len(checked) == 72
+        assert max(at_once) == 5, "however many calls of one peer are under way"
+        assert not part._turns
+
+    anyio.run(run)
+
+
+def test_a_call_has_only_so_many_statements(monkeypatch):
+    monkeypatch.setattr(agreement, "_Reading", partial(agreement._Reading, left=20))
+
+    async def run():
+        async with MemoryNetwork() as network:
+            part, author = alone(network), Identity.generate()
+            checked = checks(part, monkeypatch)
+            with pytest.raises(InvalidMessage, match="signed statements in one call"):
+                await part.handle(author.peer_id, AgreeCall(manifest=HASH), [told_by(author, 12)] * 2)
+            assert len(checked) == 12
+
+    anyio.run(run)
+
+
+def test_of_a_message_of_another_no_signature_is_checked(monkeypatch):
+    async def run():
+        async with MemoryNetwork() as network:
+            part = alone(network)
+            checked = checks(part, monkeypatch)
+            with pytest.raises(InvalidMessage, match="a message of"):
+                await part.handle("somebody else", AgreeCall(manifest=HASH), [told_by(Identity.generate(), 2)])
+            assert not checked
+
+    anyio.run(run)
+
+
 def test_a_call_is_answered_at_once():
     async def run():
         async with swarm(compute) as some:
@@ -164,13 +250,7 @@ def test_a_seat_without_the_ticket_that_it_names_gets_no_place():
 def test_what_was_not_sent_is_replaced_by_what_is_newer():
     async def run():
         async with MemoryNetwork() as network:
-            identity = Identity.generate()
-            part = Agreement(
-                context=make_context(unparsed(HASH), identity=identity, run_id=RUN.peer_id),
-                transport=network.transport(identity.peer_id),
-                life=1,
-                first=[certified_first(identity)],
-            )
+            part = alone(network)
             me = part.core.membership.me
             for number in range(3 * agreement.MAX_QUEUED):
                 part._send([("somebody", Message(me, NO_EPOCH._replace(number=number), Alive()))])

@@ -18,6 +18,7 @@ from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
 from swarm_peer.protocol.log import Close, Committed, Contribution, Cut, Done, Entry, Have, Name, Part, Pass, Receipt
 from swarm_peer.protocol.messages import Alive, Commit, Fetch, Message, News, Said, Wanted
 from swarm_peer.protocol.statements import EpochId, Join, KeySigned, Seat, Signed, Silent
+from swarm_peer.wire import agreement as wire
 from swarm_peer.wire.agreement import CLASSES, MAX_MESSAGE_BYTES, SIGNATURE_BYTES, Statements
 from swarm_peer.wire.identity import Identity
 
@@ -74,7 +75,7 @@ def test_a_message_comes_back(body):
 class Unchecked(Statements):
     """Believes every signature."""
 
-    def _check(self, signed):
+    def check(self, signed):
         pass
 
 
@@ -131,6 +132,13 @@ def test_only_the_run_key_signs_for_the_run():
     forged = Certified(epoch, (A.sign(KeySigned(epoch.hash)),))
     with pytest.raises(InvalidMessage, match="the signature of a KeySigned"):
         B.decode(Message, A.encode(Message(SEAT, ID, News((forged,)))))
+
+
+def test_a_message_has_only_so_many_statements_and_no_signature_is_checked_before(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_SIGNED", 1)
+    monkeypatch.setattr(wire, "verify", None)
+    with pytest.raises(InvalidMessage, match="more than 1 signed statements"):
+        B.decode(Message, A.encode(Message(SEAT, ID, Commit(committed()))))
 
 
 def plain(body):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from swarm_peer.config import RunManifest
@@ -27,7 +29,7 @@ from swarm_peer.runtime.context import Clock, RandomSource
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.wire import messages as wire
-from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.agreement import MAX_SIGNED, Statements
 from swarm_peer.wire.frames import MAX_TENSORS
 from swarm_peer.wire.identity import Identity
 
@@ -41,6 +43,10 @@ TICK_S = 0.25
 CALL_TIMEOUT_S = 5.0
 # In one call, as many as a frame has tensors: a frame of more is refused, and all in it is lost.
 MAX_MESSAGES = MAX_TENSORS
+# Signed statements in the messages of one call: two of the largest that there are.
+MAX_SIGNED_IN_CALL = 2 * MAX_SIGNED
+# Signatures that are checked before others have their turn: some 10 ms.
+CHECKED_AT_ONCE = 100
 # Messages that wait to be sent to one peer. All are repeated until they have their effect, so some may go.
 MAX_QUEUED = 64
 # In place of an epoch, before a newcomer has heard of any.
@@ -146,6 +152,8 @@ class Agreement:
         self._transport = transport
         self._acquaintances = acquaintances
         self._queued: dict[str, dict[object, Message]] = {}
+        # By peer, for as long as one of its calls is read.
+        self._turns = WeakValueDictionary[str, anyio.Lock]()
         self._tasks: TaskGroup | None = None
         self._due = anyio.Event()
         membership = Membership(
@@ -219,24 +227,32 @@ class Agreement:
         self._due.set()
 
     async def handle(self, caller: str, call: wire.AgreeCall, tensors: Sequence[memoryview]) -> Reply:
-        """Take messages of another peer. The reply has answers to them."""
-        answers = [each for data in tensors[:MAX_MESSAGES] for each in self._receive(caller, data)]
-        return Reply(tensors=[memoryview(self.statements.encode(message)) for message in answers[:MAX_MESSAGES]])
-
-    def _receive(self, sender: str, data: memoryview) -> list[Message]:
-        """Take a message. Returns the answers to its sender.
+        """Take messages of another peer. The reply has answers to them.
 
         Raises:
-            InvalidMessage: it is none, or another peer's
+            InvalidMessage: one is none, or another peer's
         """
-        message = self.statements.decode(Message, bytes(data))
-        if message.sender.peer != sender:
-            raise InvalidMessage(f"a message of {message.sender.peer[:60]} from {sender}")
-        sent = self.core.receive(self._context.clock.monotonic_s(), message)
-        self._context.changed.notify()
-        self.look()
-        self._send([(peer, each) for peer, each in sent if peer != sender])
-        return [each for peer, each in sent if peer == sender]
+        answers = await self._receive(caller, tensors)
+        return Reply(tensors=[memoryview(self.statements.encode(message)) for message in answers[:MAX_MESSAGES]])
+
+    async def _receive(self, sender: str, tensors: Sequence[memoryview]) -> list[Message]:
+        """Take the messages of a call, or of a reply. Returns the answers to their sender.
+
+        Raises:
+            InvalidMessage: one is none, or another peer's
+        """
+        answers = list[Message]()
+        # One call of each peer at a time: else one that sends many takes all of the event loop's time.
+        async with self._turns.setdefault(sender, anyio.Lock()):
+            reading = _Reading(self.statements, sender)
+            for data in tensors[:MAX_MESSAGES]:
+                message = await reading.read(data)
+                sent = self.core.receive(self._context.clock.monotonic_s(), message)
+                self._context.changed.notify()
+                self.look()
+                self._send([(peer, each) for peer, each in sent if peer != sender])
+                answers += [each for peer, each in sent if peer == sender]
+        return answers
 
     # --- sending
 
@@ -260,14 +276,45 @@ class Agreement:
             data = [memoryview(self.statements.encode(message)) for message in taken]
             try:
                 reply = await self._transport.call(peer, call, data, timeout_s=CALL_TIMEOUT_S)
-                for answer in reply.tensors[:MAX_MESSAGES]:
-                    self._send((peer, each) for each in self._receive(peer, answer))
+                self._send([(peer, each) for each in await self._receive(peer, reply.tensors)])
             except CallError as error:  # whatever has had no effect is sent again
                 log.debug("messages_lost peer=%s count=%d reason=%s", peer, len(taken), error)
                 if isinstance(error, PeerUnreachable):
                     self.core.membership.suspect(peer)
         self._queued.pop(peer, None)
         self._context.changed.notify()
+
+
+@dataclass
+class _Reading:
+    """Reads the messages of one call, or of one reply, and lets others have their turn between slices of that work.
+
+    Attributes:
+        left: signed statements that they may still have
+    """
+
+    statements: Statements
+    sender: str
+    left: int = MAX_SIGNED_IN_CALL
+
+    async def read(self, data: memoryview) -> Message:
+        """Read the next message. What costs least is checked first, and signatures last.
+
+        Raises:
+            InvalidMessage: it is none, or another peer's, or there are too many statements
+        """
+        await anyio.lowlevel.checkpoint()
+        message, signed = self.statements.read(Message, bytes(data))
+        if message.sender.peer != self.sender:
+            raise InvalidMessage(f"a message of {message.sender.peer[:60]} from {self.sender}")
+        self.left -= len(signed)
+        if self.left < 0:
+            raise InvalidMessage(f"more than {MAX_SIGNED_IN_CALL} signed statements in one call")
+        for number, each in enumerate(signed, start=1):
+            self.statements.check(each)
+            if number % CHECKED_AT_ONCE == 0:
+                await anyio.lowlevel.checkpoint()
+        return message
 
 
 def rounds_of(manifest: RunManifest) -> RoundRules:
@@ -319,7 +366,8 @@ async def find_epochs(
         call = wire.AgreeCall(manifest=manifest)
         try:
             reply = await transport.call(peer, call, [memoryview(statements.encode(message))], timeout_s=CALL_TIMEOUT_S)
-            told = [statements.decode(Message, bytes(data)).body for data in reply.tensors[:MAX_MESSAGES]]
+            reading = _Reading(statements, peer)
+            told = [(await reading.read(data)).body for data in reply.tensors[:MAX_MESSAGES]]
         except CallError as error:
             log.info("epochs_not_told peer=%s reason=%s", peer, error)
             return
