@@ -51,14 +51,15 @@ class GivenStates:
     def current(self):
         return self.rounds.step
 
-    def enter(self, round_number, history_hash, timeline, ledger):
-        """Begin a round with the trainer's weights."""
+    def enter(self, round_number, history_hash, timeline, ledger, lag=0):
+        """Begin a round with the trainer's weights, which have yet to have so many updates of earlier rounds."""
         begin_round(
             self.rounds,
             round_number,
             history_hash=history_hash,
             timeline=timeline,
             ledger=ledger,
+            lag=lag,
             weights_version=self.core.trainer.weights_version,
         )
 

@@ -41,6 +41,11 @@ class StepState:
     phase: Phase = Phase.EMPTY
 
     @property
+    def weights_round(self) -> int:
+        """The first round that began with the weights: where updates are delayed, a later one goes on with them."""
+        return self.round_number - self.lag
+
+    @property
     def optimizer_step(self) -> int:
         """How many updates the weights have had."""
-        return self.timeline.optimizer_step_at(self.round_number) - self.lag
+        return self.timeline.optimizer_step_at(self.weights_round)

@@ -127,8 +127,7 @@ class Replica:
             peer,
             stage=self.stage,
             incarnation=self._peer.agreement.core.membership.me.life,
-            # The round that began with these weights: where updates are delayed, a later one goes on with them.
-            round_number=step.round_number - step.lag,
+            round_number=step.weights_round,
             optimizer_step=step.optimizer_step,
             samples_per_s=self.parts.core.speed.samples_per_s,
             queue=admission.admitted + admission.held,

@@ -8,13 +8,14 @@ import anyio
 import pytest
 import torch
 from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_of, two_of_each
-from agreeing import swarm, until
+from agreeing import HASH, swarm, until
 from tiny_models import LENGTH
 
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.protocol.log import Log
 from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.messages import StateIndexCall
 
 PERIOD = 4
 DELAYED = {"mode": "delayed", "eager_updates": False}
@@ -205,6 +206,9 @@ def test_a_run_ends_with_all_its_updates_and_validates_the_last_weights(averagin
                 await until([rig.peer], lambda _, rig=rig: rig.has_validated(steps), 60)
             assert all(rig.trainer.optimizer_step == steps for rig in rigs)
             assert max(max(rig.workplace.computed) for rig in rigs) == steps - 1, "nothing is computed beyond it"
+            for rig in rigs:
+                index = (await rig.state_server.find(StateIndexCall(manifest=HASH, of_stage=rig.stage))).index
+                assert index.round_number == steps, "its optimizer step follows from the round"
             await hall.check_replicas(steps, period_of(averaging))
             validated = [each for rig in rigs[::2] for each in rig.launcher.validations if each.optimizer_step == steps]
             assert sum(each.samples for each in validated) == len(VALIDATION)

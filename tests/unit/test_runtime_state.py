@@ -678,6 +678,26 @@ async def test_a_state_of_another_history_is_not_given_for_the_newest_of_the_sam
     assert (index.round_number, index.history_hash) == (before.round_number, donor.history_hash())
 
 
+async def test_weights_that_lack_an_update_are_those_of_the_round_that_began_with_them(world, monkeypatch):
+    monkeypatch.setattr(state_server, "WAIT_FOR_ROUND_S", 0.0)
+    donor = await world.donor("a")
+    name, index = await world.index_of(donor)
+    donor.donor.enter(4, donor.history_hash(), FIRST_TIMELINE, b"ledger", lag=1)
+    assert await world.index_of(donor) == (name, index), "they are the same"
+    with pytest.raises(NotServing, match="the weights of round 3, not those of 4"):
+        await world.index_of(donor, min_round=4)
+    donor.donor.kept[3] = "history_hash of 2.0", [torch.zeros(1)]
+    donor.trainer.optimizer_step, donor.trainer.fill = 4, 2.0
+    donor.donor.enter(5, donor.history_hash(), FIRST_TIMELINE, b"ledger", lag=1)
+    assert (await world.index_of(donor, min_round=4))[1].round_number == 4
+    donor.donor.kept[4] = "history_hash of 3.0", [torch.zeros(1)]
+    donor.trainer.optimizer_step, donor.trainer.fill = 5, 3.0
+    donor.donor.enter(6, donor.history_hash(), FIRST_TIMELINE, b"ledger", lag=1)
+    assert (await world.index_of(donor))[1].round_number == 4, "a newcomer can have the update since"
+    del donor.donor.kept[4]
+    assert (await world.index_of(donor))[1].round_number == 5
+
+
 async def test_a_state_that_is_too_old_to_be_caught_up_with_makes_room(world):
     donor = await world.donor("a")
     for fill in range(MAX_STATES_HELD):
@@ -726,12 +746,12 @@ async def test_a_donor_waits_for_the_round_that_is_asked_for(world):
 async def test_a_donor_without_the_state_says_so(world, monkeypatch):
     monkeypatch.setattr(state_server, "WAIT_FOR_ROUND_S", 0.0)
     donor = await world.donor("a")
-    with pytest.raises(CallError, match="this peer is in round 3, not in 9"):
+    with pytest.raises(CallError, match="this peer has the weights of round 3, not those of 9"):
         await world.fetch(donor, min_round=9)
     with pytest.raises(CallError, match=r"this peer serves stages \[1\], not 0"):
         await world.fetch(donor, stage=0)
     donor.donor.forget_state()
-    with pytest.raises(CallError, match="this peer is in round 0, not in 0"):
+    with pytest.raises(CallError, match="this peer has the weights of round 0, not those of 0"):
         await world.fetch(donor)
 
 

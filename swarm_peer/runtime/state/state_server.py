@@ -23,7 +23,7 @@ from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.wire.messages import StateIndexCall
 
-# A peer waits this long for the round that a caller asks for. The caller asks again if that is not enough.
+# A peer waits this long for the weights of the round that a caller asks for. The caller asks again if that is not enough.
 WAIT_FOR_ROUND_S = 10.0
 # A state or update is dropped after this long without a request: the peer that was downloading it is gone.
 RETAIN_S = 60.0
@@ -105,7 +105,7 @@ class StateServer:
         held = self._held().values()
         if len(held) < MAX_STATES_HELD:
             return None
-        timeline, oldest = self.step.timeline, max(min_round, self.step.round_number - MAX_ROUNDS_BEHIND)
+        timeline, oldest = self.step.timeline, max(min_round, self.step.weights_round - MAX_ROUNDS_BEHIND)
         found = [
             stored for stored in held if stored.index.round_number >= oldest and timeline_of(stored.index) == timeline
         ]
@@ -114,8 +114,7 @@ class StateServer:
 
     def _can_be_followed(self, stored: StoredState) -> bool:
         """Whether a newcomer with this state can get the updates since."""
-        lag = self.step.lag
-        since = range(stored.index.round_number - lag, self.step.round_number - lag)
+        since = range(stored.index.round_number, self.step.weights_round)
         return all(self._kept(number) is not None for number in since)
 
     def _make_room(self) -> None:
@@ -125,7 +124,7 @@ class StateServer:
             del self.stored[key]
 
     def _has_round(self, round_number: int) -> bool:
-        return self.step.phase is not Phase.EMPTY and self.step.round_number >= round_number
+        return self.step.phase is not Phase.EMPTY and self.step.weights_round >= round_number
 
     async def _newest(self, min_round: int) -> StoredState:
         with anyio.move_on_after(WAIT_FOR_ROUND_S):
@@ -145,11 +144,11 @@ class StateServer:
     async def _make_newest(self, min_round: int) -> StoredState | None:
         """Make or find a state that is new enough; None while an update is being applied."""
         if not self._has_round(min_round):
-            raise NotServing(f"this peer is in round {self.step.round_number}, not in {min_round}")
+            raise NotServing(f"this peer has the weights of round {self.step.weights_round}, not those of {min_round}")
         for stored in self._held().values():
             # In the same round, a peer that catches up may have taken over the weights of another history.
             told = stored.index.round_number, stored.index.history_hash, timeline_of(stored.index)
-            if told == (self.step.round_number, self.step.history_hash, self.step.timeline):
+            if told == (self.step.weights_round, self.step.history_hash, self.step.timeline):
                 return stored
         held = self._find_held(min_round)
         if held is not None:
@@ -200,7 +199,7 @@ class StateServer:
         if step.phase is Phase.EMPTY or trainer.weights_version != step.weights_version:
             return None
         return StageState(
-            round_number=step.round_number,
+            round_number=step.weights_round,
             history_hash=step.history_hash,
             tensors=trainer.state(),
             timeline=step.timeline,
