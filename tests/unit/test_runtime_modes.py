@@ -160,8 +160,9 @@ def test_work_on_a_log_that_another_takes_the_place_of_is_given_up():
 @torch.no_grad()
 def round_otherwise(trainer):
     """Have a stage's shared weights be a bit others than its stage-mates', as on another device."""
+    # `data`: a microbatch may be between its two passes, which autograd would notice.
     for weights in (*trainer.trained.values(), *trainer.strategy.weights()):
-        weights.mul_(1 + 1e-5)
+        weights.data.mul_(1 + 1e-5)
 
 
 @pytest.mark.parametrize("averaging", [{}, DELAYED, EAGER, PERIODIC], ids=["sync", "delayed", "eager", "periodic"])

@@ -298,7 +298,7 @@ class _Reading:
     left: int = MAX_SIGNED_IN_CALL
 
     async def read(self, data: memoryview) -> Message:
-        """Read the next message. What costs least is checked first, and signatures last.
+        """Read the next message; signatures, which cost most, are checked last.
 
         Raises:
             InvalidMessage: it is none, or another peer's, or there are too many statements

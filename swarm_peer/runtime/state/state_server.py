@@ -23,7 +23,7 @@ from swarm_peer.runtime.state.index import StageState, timeline_of
 from swarm_peer.runtime.state.stored import StoredState, make_stored
 from swarm_peer.wire.messages import StateIndexCall
 
-# A peer waits this long for the weights of the round that a caller asks for. The caller asks again if that is not enough.
+# A peer waits this long for the weights of the round that a caller asks for; the caller asks again.
 WAIT_FOR_ROUND_S = 10.0
 # A state or update is dropped after this long without a request: the peer that was downloading it is gone.
 RETAIN_S = 60.0
