@@ -233,6 +233,8 @@ def next_epoch(
         silent: seats that are put out by word of the run key
     """
     sound = {wish for wish in wishes if is_sound(wish, epoch, rules)}
+    if not sound and new_id is None:
+        return None
     joins = _joins(sound)
     places = _without_the_gone(epoch, sound, joins, silent)
     places = _without_lead_of_the_stuck(epoch, places, sound)

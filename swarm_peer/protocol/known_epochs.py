@@ -17,18 +17,18 @@ class KnownEpochs:
     Args:
         first: an epoch that the run key has signed
         sign_as_key: signs with the run key; None if this process does not hold it
+
+    Attributes:
+        newest: the one that the seat is in
     """
 
     def __init__(self, first: Certified, sign_as_key: Sign | None = None):
+        self.newest = first.epoch
         self._chain = [first]
+        self._followed = {first.epoch.id: first}
         # Followed or not: those that are certified by the one before in a message, or by the key.
         self._past: dict[EpochId, Certified] = {}
         self._sign_as_key = sign_as_key
-
-    @property
-    def newest(self) -> Epoch:
-        """The one that the seat is in."""
-        return self._chain[-1].epoch
 
     @property
     def chain(self) -> tuple[Certified, ...]:
@@ -46,8 +46,7 @@ class KnownEpochs:
         return known.epoch if known is not None else None
 
     def _certified(self, epoch_id: EpochId) -> Certified | None:
-        followed = (each for each in reversed(self._chain) if each.epoch.id == epoch_id)
-        return next(followed, self._past.get(epoch_id))
+        return self._followed.get(epoch_id) or self._past.get(epoch_id)
 
     def learn(self, epochs: Iterable[Certified]) -> bool:
         """Follow each of these epochs that is certified and newer; remember those that are older.
@@ -68,7 +67,8 @@ class KnownEpochs:
                 self._chain[-1] = certified
             else:
                 continue
-            has_changed = True
+            self.newest, has_changed = self._chain[-1].epoch, True
+            self._followed = {each.epoch.id: each for each in self._chain}
         while len(self._past) > KEPT_EPOCHS:
             del self._past[min(self._past)]
         return has_changed

@@ -123,6 +123,7 @@ class Membership:
     def _begin_epoch(self) -> None:
         """Forget all that was about the epoch before."""
         self._since_s = self._wanted_since_s = self._now_s
+        self._watched = self.epoch.watched_by(self.me, self.rules.num_stages)
         # With the time at which each was heard last: its author repeats it for as long as it wishes so.
         self._wishes: dict[tuple[object, ...], tuple[Signed[Wish], float]] = {}
         self._probed_s = {seat: at_s for seat, at_s in self._probed_s.items() if seat in self.epoch.seats}
@@ -155,10 +156,6 @@ class Membership:
     def stages(self) -> frozenset[int]:
         """The stages in which this seat has a place."""
         return self.epoch.stages_of(self.me)
-
-    @property
-    def _watched(self) -> list[Seat]:
-        return self.epoch.watched_by(self.me, self.rules.num_stages)
 
     def has_lease(self, now_s: float) -> bool:
         """Whether a quorum of voters has been heard of lately, so that a leader may go on."""

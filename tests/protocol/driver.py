@@ -89,7 +89,8 @@ class Driver:
         """Do what a process's core asks for."""
         core = process.core
         assert core is not None
-        self._keep_snapshots(process)
+        if self.random.random() < 0.3:
+            self._keep_snapshots(process)
         self._prepare(process)
         for stage, member in core.members.items():
             if member.is_behind:
