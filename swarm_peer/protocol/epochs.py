@@ -136,12 +136,13 @@ class Epoch:
     def watched_by(self, me: Seat, num_stages: int) -> list[Seat]:
         """Seats that one hears of, and that hear of it.
 
-        Voters watch voters and leaders, and these them; leaders watch their members, and these them.
+        Voters watch voters and leaders, that of the coordinators too, and these them; leaders watch their members, and
+        these them.
         """
         watched = dict[Seat, None]()
         if me in self.voters:
             watched |= dict.fromkeys(self.voters)
-            leaders = (self.leader(stage) for stage in range(num_stages))
+            leaders = (self.leader(stage) for stage in (COORDINATORS, *range(num_stages)))
             watched |= dict.fromkeys(seat for seat in leaders if seat is not None)
         for stage in self.stages_of(me):
             leader = self.leader(stage)

@@ -239,7 +239,7 @@ class Membership:
             case Missing(seats) if is_voter:
                 # The word of others says less than what this voter has not heard itself.
                 later_s = self._now_s + self.timing.silent_s - self.timing.probe_s
-                for seat in sorted(seats & set(self.epoch.seats)):
+                for seat in sorted(seats & set(self.epoch.seats) - {self.me}):
                     self._probed_s.setdefault(seat, later_s)
             case Wanted(wish) if self.me in self.epoch.wished_of and self._may_wish(wish.body):
                 self._wishes[subject_of(wish.body)] = wish, self._now_s

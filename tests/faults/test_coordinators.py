@@ -131,3 +131,54 @@ def test_coordinators_that_are_cut_off_and_killed(tmp_path: Path, processes: Pro
     assert ordered == {"leader": 0, "standby": 1, "elsewhere": 0}
     assert sum(processes.log(name).count("assigned stage=") for name in peers) == 1
     assert "assignment_refused" not in "".join(processes.log(name) for name in peers)
+
+
+def test_when_most_voters_are_gone_the_others_say_so_and_go_on_once_the_run_key_is_back(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """Coordinator, one peer in stage 0 and two in stage 1: all but the first peer are killed at once."""
+    manifest = tiny_manifest(
+        training={"steps": 100_000, "global_batch_size": 16, "microbatch_size": 2, "validation_every": 0},
+        limits={"announcement_s": 6.0, "hop_timeout_s": 10},
+        recovery={"snapshot_every": 4},
+        stages={"count": 2, "peers_to_start": 2},
+    )
+    config, address_file, output = tmp_path / "run.yaml", tmp_path / "address", tmp_path / "out"
+    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
+
+    def coordinator(name: str, *options: str) -> int:
+        program = (*COORDINATOR, "serve", str(config), "--output", str(output), "--checkpoint-every", "4")
+        return processes.start(name, *program, *LOOPBACK, *options).pid
+
+    def steps() -> int:
+        metrics = output / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    first = coordinator("first", "--address-file", str(address_file))
+    joining = ("--initial-peers", f"@{address_file}", "--stage")
+    wait_for(address_file.exists, "the address")
+    stays = processes.start_slow_peer("stays", SAMPLE_S, *joining, "0")
+    others = [processes.start_slow_peer(name, SAMPLE_S, *joining, "1") for name in ("1.a", "1.b")]
+    wait_for(lambda: steps() >= 10, "ten global steps")
+
+    family = children_of(first)
+    os.kill(first, signal.SIGKILL)
+    for other in others:
+        other.kill()
+        other.wait()
+    wait_for(lambda: not any(map(is_running, family)), "the end of the coordinator's processes", 10)
+    # Two of the three who vote; of an even number of votes the coordinator gives up its own.
+    gone = "waiting reason=most of those who vote are gone: "
+    wait_for(lambda: gone in processes.log("stays"), "that it says so", 60)
+    at_peer = re.findall(r"peer_started peer=\S+ addresses=(\S+)", processes.log("stays"))[0]
+    before = steps()
+    answer = processes.start("status", *COORDINATOR, "status", "--initial-peers", at_peer, "--json")
+    assert answer.wait(60) == 0
+    status = json.loads(processes.log("status")[processes.log("status").index("{") :])
+    assert "most of those who vote are gone" in json.dumps(status)
+
+    coordinator("again", "--initial-peers", at_peer)
+    processes.start_slow_peer("heir", SAMPLE_S, "--initial-peers", at_peer, "--stage", "1")
+    wait_for(lambda: "waited voters=heard" in processes.log("stays"), "that it says so", 90)
+    wait_for(lambda: steps() >= before + 3, "three more steps")
+    assert stays.poll() is None

@@ -17,7 +17,7 @@ from swarm_peer.protocol.epochs import (
     choose_restart,
 )
 from swarm_peer.protocol.membership import Membership
-from swarm_peer.protocol.messages import Alive, Message, News, Timing
+from swarm_peer.protocol.messages import Alive, Message, Missing, News, Probe, Timing
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed
 
 C, A, B = (Seat(name, 1, "all") for name in "cab")
@@ -109,6 +109,32 @@ def test_a_coordinator_that_starts_again_has_the_rank_of_its_earlier_life():
     places = (COORDINATORS, C), (COORDINATORS, other), (0, A), (1, B), (1, Seat("d", 1, "all"))
     key = membership(again, *places, has_key=True)
     assert decides_after(key, A) == int(Timing().key_s)
+
+
+def test_a_coordinator_without_a_vote_and_the_voters_hear_of_each_other():
+    """Of an even number of votes, the coordinator gives up its own."""
+    d = Seat("d", 1, "all")
+    places = (*PLACES, (1, d))
+    seats = {seat.peer: membership(seat, *places, has_key=seat == C) for _, seat in places}
+    for seat, (stage, _) in zip(seats.values(), places, strict=True):
+        seat.desired = frozenset({stage})
+    said = set()
+    for now_s in range(60):
+        sent = [each for seat in seats.values() for each in seat.tick(float(now_s))]
+        said |= {type(message.body) for _, message in sent}
+        for to, message in sent:
+            for answer_to, answer in seats[to].receive(float(now_s), message):
+                seats[answer_to].receive(float(now_s), answer)
+    assert seats["c"].me not in seats["a"].epoch.voters
+    assert said == {Alive}, "nobody is asked"
+
+
+def test_a_voter_does_not_look_for_itself():
+    voter = membership(A, *PLACES)
+    voter.tick(0.0)
+    voter.receive(0.0, Message(B, voter.epoch.id, Missing(frozenset({A}))))
+    asked = [to for now_s in range(1, 6) for to, message in voter.tick(float(now_s)) if isinstance(message.body, Probe)]
+    assert asked == []
 
 
 def go_back(schedule):

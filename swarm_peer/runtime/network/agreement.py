@@ -258,6 +258,8 @@ class Agreement:
 
     def _send(self, sent: Iterable[Sent]) -> None:
         for peer, message in sent:
+            if peer == self.core.membership.me.peer:
+                continue  # an earlier life of this peer has a place yet
             is_idle = not self._queued.get(peer)
             queue = self._queued.setdefault(peer, {})
             # A later message about the same thing takes the place of an earlier one.
