@@ -50,12 +50,14 @@ class Contribution(NamedTuple):
         weight: targets that it was computed on
         samples: that it was computed on; stage 0 alone knows them
         base: heads of all stages that what is of its own round was computed from; empty where nothing is
+        loss_sum: of the samples of its own round, for people to see; stage 0 alone knows it
     """
 
     name: Name
     weight: int
     samples: tuple[WindowRange, ...]
     base: Base
+    loss_sum: float = 0.0
 
     def is_within(self, most: Most) -> bool:
         """Whether it has no more weight and samples than a contribution can have."""

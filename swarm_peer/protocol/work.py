@@ -220,7 +220,7 @@ class Work:
             return None
         # In the middle of a period, the entry that will hold it is of other heads.
         base = made.base if self._context.averages(number) else ()
-        return Contribution(Name(self._me, self.decided_in(number)), weight, samples, base)
+        return Contribution(Name(self._me, self.decided_in(number)), weight, samples, base, made.loss_sum)
 
     def undecided(self, reads: Iterable[SliceId]) -> tuple[SliceId, ...]:
         """The slices that this seat reads, and those of which it brings something that no entry holds yet."""

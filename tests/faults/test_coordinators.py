@@ -141,7 +141,7 @@ def test_when_most_voters_are_gone_the_others_say_so_and_go_on_once_the_run_key_
         training={"steps": 100_000, "global_batch_size": 16, "microbatch_size": 2, "validation_every": 0},
         limits={"announcement_s": 6.0, "hop_timeout_s": 10},
         recovery={"snapshot_every": 4},
-        stages={"count": 2, "peers_to_start": 2},
+        stages={"count": 2, "peers_to_start": 1},
     )
     config, address_file, output = tmp_path / "run.yaml", tmp_path / "address", tmp_path / "out"
     config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))

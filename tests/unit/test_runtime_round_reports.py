@@ -22,33 +22,53 @@ def reports_of(stage=0):
 
 
 def committed(*, loss_sum=0.0, samples=4, weight=4, ranges=(), number=5):
-    """An entry of an honest seat, whose loss is 2, and of one that tells what it likes."""
+    """An entry of an honest seat, whose loss is 2, and of one that tells what it likes, in its count and its part."""
     done = Done(SEATS[0], ID, number, 0, 4, (), weight=4, loss_sum=8.0)
     lie = Done(SEATS[1], ID, number, 0, samples, (), weight=weight, loss_sum=loss_sum)
     names = [Name(seat, number) for seat in SEATS]
-    good = Contribution(names[0], 4, (WindowRange(0, 0, 0, 4),), ())
-    parts = Part(SEATS[0], (good,)), Part(SEATS[1], (Contribution(names[1], weight, ranges, ()),))
+    good = Contribution(names[0], 4, (WindowRange(0, 0, 0, 4),), (), 8.0)
+    parts = Part(SEATS[0], (good,)), Part(SEATS[1], (Contribution(names[1], weight, ranges, (), loss_sum),))
     cut = Cut(stage=0, round=number, epoch=ID, attempt=0, parent="", root="", base=(), averages=True, parts=parts)
     return Committed(Entry(cut, ""), (), Close(number, (Signed(done, b""), Signed(lie, b""))))
+
+
+READ = (WindowRange(0, 1, 0, 4),)
 
 
 @pytest.mark.parametrize(
     ("lie", "samples", "loss"),
     [
+        ({"loss_sum": 8.0, "ranges": READ}, 8, 2.0),
+        ({"loss_sum": 16.0, "ranges": READ, "samples": 2}, 8, 3.0),  # more than was counted as the round was closed
+        ({"loss_sum": 1.7e308, "ranges": READ}, 8, 2.0),
         ({"loss_sum": 8.0}, 4, 2.0),
-        ({"loss_sum": 1.7e308}, 4, 2.0),
-        ({"loss_sum": -1e300, "samples": 2**62}, 4, 2.0),
-        ({"loss_sum": 1e33, "samples": 2**62, "weight": 1}, 4, 1e15),
-        ({"weight": -1}, 4, 2.0),
+        ({"loss_sum": 8.0, "weight": -1, "ranges": READ}, 8, 2.0),
         ({"loss_sum": 8.0, "ranges": (WindowRange(0, 1, 1000, 0),)}, 0, 2.0),
-        ({"loss_sum": 8.0, "ranges": (WindowRange(0, 1, 0, 2**61),)}, MAX_SAMPLES - 1, 2.0),
+        ({"loss_sum": 1e33, "ranges": (WindowRange(0, 1, 0, 2**61),), "weight": 1}, MAX_SAMPLES - 1, 1e15),
     ],
 )
-def test_no_count_of_another_seat_keeps_a_round_from_being_reported(lie, samples, loss):
+def test_nothing_that_another_seat_tells_keeps_a_round_from_being_reported(lie, samples, loss):
     reports, _ = reports_of()
     reports.ended(committed(**lie), BEGINNING)
     (report,) = reports.finished
     assert (report.samples, report.loss) == (samples, loss)
+
+
+@pytest.mark.parametrize(
+    ("lie", "loss"),
+    [
+        ({"loss_sum": 16.0}, 3.0),
+        ({"loss_sum": 1.7e308}, 2.0),
+        ({"loss_sum": -1e300, "samples": 2**62}, 2.0),
+        ({"loss_sum": 1e33, "samples": 2**62, "weight": 1}, 1e15),
+        ({"loss_sum": 8.0, "weight": -1}, 2.0),
+    ],
+)
+def test_other_stages_know_the_losses_of_what_was_counted(lie, loss):
+    reports, metrics = reports_of(stage=1)
+    reports.ended(committed(**lie), BEGINNING)
+    assert not reports.finished, "stage 0 reports"
+    assert metrics.loss._value.get() == loss
 
 
 def test_a_round_beyond_all_records_is_not_reported():

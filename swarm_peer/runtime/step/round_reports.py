@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution, Done
+from swarm_peer.protocol.log import Committed, Contribution
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.wire.fields import LEAST_MEASURED, MAX_LOSS, MAX_ROUNDS, MAX_SAMPLES
 from swarm_peer.wire.records import MAX_REPORTS, RoundReport
@@ -50,9 +50,11 @@ class RoundReports:
         counts = [signed.body for signed in committed.close.counts]
         # Where rounds end without an average, the entry that has one holds the samples of all of them.
         is_each_held = self._manifest.averaging.steps_per_average == 1
-        samples = num_windows(cut.samples) if is_each_held else sum(each.samples for each in counts)
-        weight = sum(each.weight for each in (cut.brings if is_each_held else counts))
-        loss = self._mean_loss(counts)
+        counted = [(each.samples, each.weight, each.loss_sum) for each in counts]
+        held = [(num_windows(each.samples), each.weight, each.loss_sum) for each in cut.brings]
+        samples, weight, _ = map(sum, zip((0, 0, 0.0), *(held if is_each_held else counted), strict=True))
+        # Stage 0 alone knows the losses of what an entry holds: more may have been under way as the round was closed.
+        loss = self._mean_loss(held if is_each_held and self._stage == 0 else counted)
         now_s = self._clock.monotonic_s()
         seconds, self._began_s = now_s - self._began_s, now_s
         optimizer_step = restart.optimizer_step + cut.round + 1 - restart.first_round
@@ -83,17 +85,20 @@ class RoundReports:
             0.0 if result is None else result.learning_rate,
         )
 
-    def _mean_loss(self, counts: Sequence[Done]) -> float:
+    def _mean_loss(self, told: Iterable[tuple[int, int, float]]) -> float:
         """The mean loss of the targets that have counted, in nats per token: what fits a report.
 
-        The loss of a sample is a sum over its targets, divided by the length that all samples have. A count of a loss
-        that no stage computes is a lie, and left out.
+        The loss of a sample is a sum over its targets, divided by the length that all samples have. A sum that no stage
+        computes is a lie, and left out.
+
+        Args:
+            told: samples, their weight and the sum of their losses, as members have told
         """
         data = self._manifest.data
-        sound = [each for each in counts if abs(each.loss_sum) <= MAX_LOSS * each.samples and each.weight > 0]
-        weight = sum(each.weight for each in sound)
+        sound = [each for each in told if abs(each[2]) <= MAX_LOSS * each[0] and each[1] > 0]
+        weight = sum(weight for _, weight, _ in sound)
         num_samples = weight / data.sequence_length if data.has_targets else weight
-        loss = sum(each.loss_sum for each in sound) / num_samples if num_samples else 0.0
+        loss = sum(loss_sum for _, _, loss_sum in sound) / num_samples if num_samples else 0.0
         return min(max(loss, -MAX_LOSS), MAX_LOSS)
 
     def lose(self, lost: list[Contribution]) -> None:
