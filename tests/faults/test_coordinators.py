@@ -146,15 +146,15 @@ def test_when_most_voters_are_gone_the_others_say_so_and_go_on_once_the_run_key_
     config, address_file, output = tmp_path / "run.yaml", tmp_path / "address", tmp_path / "out"
     config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
 
-    def coordinator(name: str, *options: str) -> int:
+    def coordinator(name: str) -> int:
         program = (*COORDINATOR, "serve", str(config), "--output", str(output), "--checkpoint-every", "4")
-        return processes.start(name, *program, *LOOPBACK, *options).pid
+        return processes.start(name, *program, *LOOPBACK, "--address-file", str(address_file)).pid
 
     def steps() -> int:
         metrics = output / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    first = coordinator("first", "--address-file", str(address_file))
+    first = coordinator("first")
     joining = ("--initial-peers", f"@{address_file}", "--stage")
     wait_for(address_file.exists, "the address")
     stays = processes.start_slow_peer("stays", SAMPLE_S, *joining, "0")
@@ -171,14 +171,14 @@ def test_when_most_voters_are_gone_the_others_say_so_and_go_on_once_the_run_key_
     gone = "waiting reason=most of those who vote are gone: "
     wait_for(lambda: gone in processes.log("stays"), "that it says so", 60)
     at_peer = re.findall(r"peer_started peer=\S+ addresses=(\S+)", processes.log("stays"))[0]
-    before = steps()
-    answer = processes.start("status", *COORDINATOR, "status", "--initial-peers", at_peer, "--json")
+    before, invite = steps(), address_file.read_text().split()[0]
+    answer = processes.start("status", *COORDINATOR, "status", "--initial-peers", invite, at_peer, "--json")
     assert answer.wait(60) == 0
     status = json.loads(processes.log("status")[processes.log("status").index("{") :])
     assert "most of those who vote are gone" in json.dumps(status)
 
-    coordinator("again", "--initial-peers", at_peer)
-    processes.start_slow_peer("heir", SAMPLE_S, "--initial-peers", at_peer, "--stage", "1")
+    coordinator("again")
+    processes.start_slow_peer("heir", SAMPLE_S, *joining, "1")
     wait_for(lambda: "waited voters=heard" in processes.log("stays"), "that it says so", 90)
     wait_for(lambda: steps() >= before + 3, "three more steps")
     assert stays.poll() is None
