@@ -63,6 +63,7 @@ class Driver:
         made: by stage, seat, round and sample, the base that the seat has computed the sample from
         ledgers: of stage 0, by the entry that they are after
         roots: of states that honest seats have had
+        fails: the chance that a seat finds a mate to blame as it averages
     """
 
     def __init__(self, world: Cluster):
@@ -71,6 +72,7 @@ class Driver:
         self.made: dict[tuple[int, Seat, int, SampleId], tuple[str, ...]] = {}
         self.ledgers: dict[str, object] = {}
         self.roots: set[str] = set()
+        self.fails = 0.03
         self._reading: dict[tuple[Seat, Restart], Reading] = {}
         self._started: dict[str, dict[Seat, float]] = {}
         self._results: set[str] = set()
@@ -320,7 +322,7 @@ class Driver:
             if chance < 0.6:
                 self._results.add(cut.hash)
                 member.averaged(cut, digest)
-            elif chance < 0.63 and len(cut.seats) > 1:
+            elif chance < 0.6 + self.fails and len(cut.seats) > 1:
                 others = [seat for seat in cut.seats if seat != member.me]
                 member.failed(cut, frozenset({self.random.choice(others)}))
         elif now_s > since_s + PART_TIMEOUT_S:
