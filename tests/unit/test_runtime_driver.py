@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -14,6 +15,7 @@ from agreeing import BATCH, HASH, quickly, swarm, until
 from swarm_peer.errors import Busy, InvalidMessage, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
+from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Seat
@@ -416,6 +418,54 @@ def test_a_seat_that_is_left_alone_without_the_state_gives_up_its_place():
             assert len(left.core.epoch.roster(1)) == 2
             some.kill(first[1])
             await until(first[:1], lambda peer: not peer.core.epoch.roster(1))
+
+    anyio.run(run)
+
+
+class Lagging:
+    """A core with one seat of stage 1, which has a stage-mate, and lacks the update of the last entry.
+
+    Attributes:
+        resigned: the stages whose places it was told to give up
+    """
+
+    def __init__(self):
+        entry = SimpleNamespace(cut=SimpleNamespace(averages=True), hash="new")
+        log = SimpleNamespace(restart=BEGINNING, next_round=5, heads=lambda: {4: "old", 5: "new"})
+        log.since = lambda number: [SimpleNamespace(entry=entry)] if number < 5 else []
+        self.state, self.is_behind, self.log, self.ledger = "old", True, log, None
+        self.members, self.epoch, self.resigned = {1: self}, SimpleNamespace(roster=lambda stage: "ab"), []
+        self.resign = self.resigned.append
+
+    def reached(self, state):
+        self.state, self.is_behind = state, False
+
+
+def test_a_seat_that_has_caught_up_since_has_its_time_for_the_next_state_that_it_lacks(monkeypatch):
+    async def run():
+        core, now = Lagging(), SimpleNamespace(s=100.0)
+        driver = RoundDriver(
+            agreement=SimpleNamespace(core=core),
+            stage=1,
+            workplace=Shop(),
+            averager=None,
+            sources=Nobody(),
+            changed=Condition(),
+        )
+        monkeypatch.setattr(driver_module.anyio, "current_time", lambda: now.s)
+        await driver._try(driver._catch_up)
+        assert driver.complaint == "nobody is there"
+        driver._sources = Others(
+            {"mate": SimpleNamespace(stage=1, driver=SimpleNamespace(updates={"new": []}))}, None, 1
+        )
+        await driver._try(driver._catch_up)
+        assert (core.state, driver.complaint) == ("new", "")
+        now.s, core.is_behind, core.state, driver._sources = 4000.0, True, "old", Nobody()
+        await driver._try(driver._catch_up)
+        assert core.resigned == []
+        now.s += driver_module.PATIENCE_S + 1
+        await driver._try(driver._catch_up)
+        assert core.resigned == [1]
 
     anyio.run(run)
 

@@ -130,7 +130,7 @@ class RoundDriver:
         """Take a step; one that needs what nobody gives is taken again after a pause."""
         try:
             await step()
-            self.complaint = ""
+            self.complaint, self._lacks_since_s = "", None
         except CallError as error:
             if self.complaint != str(error):
                 log.warning("waiting stage=%d reason=%s", self._stage, error)
@@ -306,7 +306,6 @@ class RoundDriver:
             except CallError as error:
                 self._note_lack(error)
                 raise
-            self._lacks_since_s = None
             if self._is_other(member, restart):
                 return
             member.work.void_all(member.log.next_round)
