@@ -18,7 +18,7 @@ from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Contribution, HandedOver, Name
-from swarm_peer.protocol.statements import Seat
+from swarm_peer.protocol.statements import Seat, Signed
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.state.states import Taken
 from swarm_peer.runtime.step import driver as driver_module
@@ -576,6 +576,33 @@ def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
             assert taker.driver.member.work.guests == {contribution.name: contribution}
             means, weight = taker.driver.gradients.get(contribution.name)
             assert (means[0].tolist(), weight) == ([1.0, 2.0, 3.0], 2)
+
+    anyio.run(run)
+
+
+def test_a_contribution_that_comes_before_its_taker_has_begun_is_held():
+    """The core has its place, and names it, while the device has yet to end the work of the place before."""
+
+    async def run():
+        hall, is_idle = Hall(), anyio.Event()
+        async with swarm(hall.work) as some:
+            giver, taker = await two_mates(some, hall)
+            contribution, statement, data = given_by(giver)
+            before = Name(giver.driver.member.me, contribution.name.round + 1)
+            taker.driver.gradients.put(before, [torch.zeros(3)], 1)
+            taker.driver.gradients.put(contribution.name, [torch.zeros(3)], 1)
+            taker.giving._signed[contribution.name] = taker.peer.agreement.statements.decode(
+                Signed[HandedOver], bytes(statement)
+            )
+            discard, taker.shop.discard = taker.shop.discard, is_idle.wait
+            taker.driver._served = None
+            taker.peer.changed.notify()
+            await taker.giving.handle(giver.peer.identity.peer_id, call_of(0, data), (statement, data))
+            taker.shop.discard = discard
+            is_idle.set()
+            await until([taker.peer], lambda _: taker.driver._served is taker.driver.member)
+            assert taker.driver.gradients.names == {contribution.name} == taker.driver.member.work.guests.keys()
+            assert taker.driver.gradients.get(contribution.name)[0][0].tolist() == [1.0, 2.0, 3.0]
 
     anyio.run(run)
 

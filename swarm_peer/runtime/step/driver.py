@@ -201,7 +201,8 @@ class RoundDriver:
         await self._workplace.discard()
         self._results.clear()
         self.updates.clear()
-        self.gradients = NamedGradients()
+        # Those of guests that it has been given since it has this place, or since the run has gone back, stay.
+        self.gradients.keep(member.work.guests)
         self._served, self._log = member, member.log
         if member.state:  # a newcomer has taken it over before
             self._weights = restart, member.state

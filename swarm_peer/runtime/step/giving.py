@@ -138,7 +138,7 @@ class Giving:
         epoch = self._agreement.core.membership.epoch_of(given.body.epoch)
         if epoch is None or name.seat not in epoch.roster(self._stage):
             raise NotServing("a contribution of somebody who had no place in the stage, as far as is known here")
-        if name in self._driver.gradients.names and self._signed.get(name) == given:
+        if name in member.work.guests and self._signed.get(name) == given:
             return Reply()
         arriving = self._arrive(caller, given)
         end = call.offset + len(tensors[1])
@@ -174,10 +174,10 @@ class Giving:
         body = arrived.given.body
         means = await self._context.threads.run(self._checked, arrived)
         member = self._driver.member
-        # Held before the core hears of it, since the next cut may name it.
-        self._driver.gradients.put(body.contribution.name, means, body.contribution.weight)
         if member is None or not member.take_guest(arrived.given):
             raise NotServing(f"round {body.contribution.name.round} is over here")
+        # At once: the core may name it, and the driver holds what the core can name.
+        self._driver.gradients.put(body.contribution.name, means, body.contribution.weight)
         self._signed[body.contribution.name] = arrived.given
         self._agreement.look()
 

@@ -62,6 +62,10 @@ class NamedGradients:
         """Hold a contribution no more, if it is held."""
         self._held.pop(name, None)
 
+    def keep(self, names: Collection[Name]) -> None:
+        """Drop all contributions but these."""
+        self._held = {name: held for name, held in self._held.items() if name in names}
+
     def forget(self, before: int) -> None:
         """Drop the contributions of rounds before one."""
         self._held = {name: held for name, held in self._held.items() if name.round >= before}
