@@ -369,6 +369,32 @@ def test_who_leaves_gives_its_work_to_several_and_it_counts_once():
     anyio.run(run)
 
 
+def test_who_leaves_gives_nothing_that_its_device_has_just_lost():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            first = [some.add(Identity.generate(), stage) for stage in (0, 1)]
+            await until(first, lambda peer: peer.core.membership.stages != frozenset())
+            leaver, lost = hall.rig(first[1]), []
+            add = leaver.shop.add
+
+            def add_the_last(sample):
+                hall.is_paused = True  # amid the round
+                add(sample)
+
+            async def drain(number):
+                leaver.driver.member.work.open[number].is_void = True
+
+            leaver.shop.add, leaver.driver._lost = add_the_last, lost.extend
+            await until(first[1:], lambda _: hall.is_paused and leaver.driver.member.to_hand_over())
+            leaver.shop.drain = drain
+            assert await leaver.driver.leave() == []
+            assert leaver.driver.gradients.names == frozenset()
+            assert [each.name.seat for each in lost] == [leaver.driver.member.me]
+
+    anyio.run(run)
+
+
 def test_a_member_that_is_silent_in_an_average_is_left_out_and_takes_the_update_after():
     async def run():
         hall = Hall()

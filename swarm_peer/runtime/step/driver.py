@@ -19,6 +19,7 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
 from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, SeatWeights, Sources, Workplace
@@ -367,6 +368,11 @@ class RoundDriver:
         self._shut()
         if (present := member.voiding) is not None:
             await self._workplace.drain(present.number)
+            await self._discard_void(member, present)
+
+    async def _discard_void(self, member: Member, present: OpenRound) -> None:
+        """Give up what was computed in a round that nothing is added to any more, if it is void."""
+        if present.is_void:
             await self._workplace.discard()
             member.voided(present.number)
 
@@ -377,16 +383,17 @@ class RoundDriver:
         if (present := member.draining) is None:
             return
         await self._workplace.drain(present.number)
-        await self._hold(member, present.number)
+        await self._hold(member, present)
         member.drained(present.number)
 
-    async def _hold(self, member: Member, number: int) -> None:
-        """Hold what was computed in a round that nothing is added to any more."""
-        own = member.work.own(number)
+    async def _hold(self, member: Member, present: OpenRound) -> None:
+        """Hold what was computed in a round that nothing is added to any more. The device may just have lost it."""
+        await self._discard_void(member, present)
+        own = member.work.own(present.number)
         if own is None or own.name in self.gradients.names:
             return
-        means, _ = await self._workplace.contribution(number)
-        if own.name.round == number:
+        means, _ = await self._workplace.contribution(present.number)
+        if own.name.round == present.number:
             # By the weight that cuts know: others may bring it together with their own.
             self.gradients.put(own.name, means, own.weight)
 
@@ -400,7 +407,8 @@ class RoundDriver:
             for number, present in sorted(member.work.open.items()):
                 if not present.is_drained:
                     await self._workplace.drain(number)
-                    await self._hold(member, number)
+                    await self._hold(member, present)
+            self._lost(member.work.lost)  # what is given later on is not
             held = member.to_hand_over()
             for contribution in held:
                 if contribution.name.seat == member.me and contribution.name not in self.gradients.names:
