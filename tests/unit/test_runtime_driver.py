@@ -538,6 +538,24 @@ def test_a_leader_that_dies_leaves_the_others_going_on():
     anyio.run(run)
 
 
+def test_of_a_round_that_is_cut_again_and_again_only_the_newest_results_are_kept():
+    async def run():
+        told = []
+        member = SimpleNamespace(me="me", averaged=lambda cut, digest: told.append(cut.hash))
+        agreement = SimpleNamespace(core=SimpleNamespace(members={1: member}), look=lambda: None)
+        driver = RoundDriver(
+            agreement=agreement, stage=1, workplace=Shop(), averager=None, sources=None, changed=Condition()
+        )
+        for attempt in range(5):
+            part = SimpleNamespace(seat="me", brings=())
+            cut = SimpleNamespace(hash=f"cut {attempt}", round=4, attempt=attempt, averages=False, parts=[part])
+            await driver._average_cut(driver_module._Averaging(cut, anyio.CancelScope()))
+        assert len(told) == 5
+        assert list(driver._results) == ["cut 3", "cut 4"]
+
+    anyio.run(run)
+
+
 def test_contributions_are_held_by_name():
     held = NamedGradients()
     a, b = (Name(Seat(peer, 1, ""), 4) for peer in "ab")

@@ -32,6 +32,9 @@ KEPT_UPDATES, MOST_KEPT_UPDATES = 4, KEPT_ENTRIES
 # Of small updates, as many more as fit: rounds may be quicker than the download of a state.
 SMALL_BYTES = 2**26
 KEPT_LEDGERS = 4
+# Results of cuts of which none is an entry yet. Of one round there may be many, and the newest becomes the entry: but
+# for the one before it, if members had agreed on that.
+KEPT_RESULTS = 2
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
 # A seat gives its place up if nobody has given it the state that it lacks for so long: all that had it may be gone, and
@@ -465,6 +468,8 @@ class RoundDriver:
                 member.failed(cut, error.blamed)
             else:
                 self._results[cut.hash] = cut.round, averages
+                while len(self._results) > KEPT_RESULTS:
+                    del self._results[next(iter(self._results))]
                 member.averaged(cut, digest)
             if self._averaging is averaging:
                 self._averaging = None
