@@ -231,7 +231,7 @@ class Rig:
             agreement=peer.agreement,
             stage=stage,
             workplace=self.workplace,
-            averager=CutAverager(averager),
+            averager=CutAverager(averager, context.threads),
             sources=self.sources,
             changed=context.changed,
             ended=self.ended.append,

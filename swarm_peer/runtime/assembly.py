@@ -172,7 +172,7 @@ class Assembly:
             agreement=agreement,
             stage=stage,
             workplace=workplace,
-            averager=CutAverager(averager),
+            averager=CutAverager(averager, context.threads),
             sources=sources,
             changed=context.changed,
             ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),

@@ -46,7 +46,6 @@ from swarm_peer.runtime.state.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state.states import StageSources
 from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
 from swarm_peer.runtime.step.driver import RoundDriver
-from swarm_peer.runtime.step.named_gradients import NamedGradients
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
 
@@ -153,12 +152,12 @@ def repeated_microbatch_counted() -> Any:
 def guests_left_out() -> Any:
     """What others have given a member is in the cut, and not in what it brings."""
 
-    def mean(original: Any, held: Any, names: Any, like: Any) -> Any:
-        own = [name for name in names if held._held[name][1]][:1]
-        means, _ = original(held, own, like)
-        return means, sum(held._held[name][1] for name in names)
+    async def mean(original: Any, workplace: Any, contributions: Any) -> Any:
+        own = [each for each in contributions if each[1]][:1]
+        means, _ = await original(workplace, own)
+        return means, sum(weight for _, weight in contributions)
 
-    return _wrapped(NamedGradients, "mean", mean)
+    return _wrapped(StageWorkplace, "mean", mean)
 
 
 @defect

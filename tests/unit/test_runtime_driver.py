@@ -26,7 +26,7 @@ from swarm_peer.runtime.step import giving
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import AverageFailed
 from swarm_peer.runtime.step.giving import Giving
-from swarm_peer.runtime.step.named_gradients import NamedGradients
+from swarm_peer.runtime.step.named_gradients import NamedGradients, mean_of
 from swarm_peer.wire.codecs import bytes_of
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.messages import GiveCall
@@ -100,8 +100,8 @@ class Shop:
     async def digest(self, averages):
         return digest(averages[0])
 
-    def shapes(self):
-        return [torch.empty(3, device="meta")]
+    async def mean(self, contributions):
+        return mean_of(contributions, [torch.empty(3, device="meta")])
 
 
 class Board:
@@ -563,13 +563,13 @@ def test_contributions_are_held_by_name():
     held.put(a, [torch.tensor([2.0, 4.0])], 1)
     held.put(b, [torch.tensor([4.0, 0.0])], 3)
     like = [torch.empty(2, device="meta")]
-    means, weight = held.mean([a], like)
+    means, weight = mean_of([held.get(a)], like)
     assert weight == 1
     assert torch.equal(means[0], torch.tensor([2.0, 4.0])), "one alone is not rounded"
-    means, weight = held.mean([a, b], like)
+    means, weight = mean_of([held.get(a), held.get(b)], like)
     assert weight == 4
     assert torch.equal(means[0], torch.tensor([3.5, 1.0]))
-    means, weight = held.mean([], like)
+    means, weight = mean_of([], like)
     assert (weight, means[0].tolist()) == (0, [0.0, 0.0])
     held.forget(5)
     assert held.names == frozenset()
@@ -661,7 +661,7 @@ def test_a_contribution_whose_round_ends_meanwhile_is_given_all_the_same():
 
             def mates():
                 yield "somebody who is gone"
-                giver.driver.gradients.forget(contribution.name.round + 1)
+                giver.driver.gradients.drop(contribution.name)
                 yield taker.peer.identity.peer_id
 
             assert await giver.giving.give([contribution], mates(), enough=1) == 1

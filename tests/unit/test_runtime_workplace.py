@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import anyio
 import pytest
 from agreed_stages import Hall, has_come_to, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
+
+from swarm_peer.runtime.step import cut_averager, workplace
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,28 @@ def test_agreed_rounds_make_the_updates_of_one_process(optimizer, atol):
             assert any(len(cut.seats) == 2 for cut in hall.cuts())
 
     anyio.run(run)
+
+
+def test_nothing_of_the_size_of_a_gradient_is_computed_on_the_event_loop(monkeypatch):
+    threads = {"mean_of": set(), "_copied": set()}
+    for module, name in ((workplace, "mean_of"), (cut_averager, "_copied")):
+        original = getattr(module, name)
+
+        def noted(*args, original=original, name=name):
+            threads[name].add(threading.get_ident())
+            return original(*args)
+
+        monkeypatch.setattr(module, name, noted)
+
+    async def run():
+        hall = Hall(resolved_of("sgd"))
+        async with swarm(hall.work, hall.resolved) as some:
+            first, _ = await two_of_each(some, hall)
+            start = first[0].log(0).next_round
+            await until(first[:1], partial(has_come_to, 0, start + 2), 60)
+
+    anyio.run(run)
+    assert all(found and threading.get_ident() not in found for found in threads.values())
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -479,5 +479,5 @@ class RoundDriver:
     async def _mean_of(self, cut: Cut, names: Sequence[Name]) -> list[Tensor]:
         if not cut.averages:
             return []
-        means, weight = self.gradients.mean(names, self._workplace.shapes())
+        means, weight = await self._workplace.mean([self.gradients.get(name) for name in names])
         return await self._averager.average(cut, means, weight)

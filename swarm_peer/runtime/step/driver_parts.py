@@ -13,6 +13,7 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Cut
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.state.states import Taken
+from swarm_peer.runtime.step.named_gradients import Held
 
 
 class AverageFailed(Exception):
@@ -99,8 +100,8 @@ class Workplace(Protocol):
     async def digest(self, averages: Sequence[Tensor]) -> str:
         """A digest of an update, the same at all members."""
 
-    def shapes(self) -> Sequence[Tensor]:
-        """Tensors of the shapes of a contribution, on the meta device."""
+    async def mean(self, contributions: Sequence[Held]) -> Held:
+        """The mean of several contributions over all of their targets, and their number; zeros of none."""
 
 
 class Sources(Protocol):

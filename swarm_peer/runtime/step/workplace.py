@@ -21,6 +21,7 @@ from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.step.contribution import contribution
 from swarm_peer.runtime.step.driver_parts import SeatWeights
+from swarm_peer.runtime.step.named_gradients import Held, mean_of
 from swarm_peer.wire.ledger_codec import encode_ledger
 
 Result = TypeVar("Result")
@@ -154,9 +155,10 @@ class StageWorkplace:
         """A digest of an update, the same at all members."""
         return await self._context.threads.run(digest_of, averages)
 
-    def shapes(self) -> Sequence[Tensor]:
-        """Tensors of the shapes of a contribution, on the meta device."""
-        return [empty_like(parameter, device="meta") for parameter in self._trainer.trained.values()]
+    async def mean(self, contributions: Sequence[Held]) -> Held:
+        """The mean of several contributions over all of their targets, and their number; zeros of none."""
+        shapes = [empty_like(parameter, device="meta") for parameter in self._trainer.trained.values()]
+        return await self._context.threads.run(mean_of, contributions, shapes)
 
     async def _in_device_thread(self, job: Callable[[], Result]) -> Result:
         return await self._core.device_thread.run(Priority.STEP, job)
