@@ -1,6 +1,9 @@
 import errno
 import io
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Barrier, BrokenBarrierError
 
 import base58
 import pytest
@@ -161,6 +164,28 @@ def test_only_the_right_signatures_seen_last_are_remembered(monkeypatch):
         assert not verify(author.peer_id, text + b".", author.sign(text))
     assert [known[1] for known in identity._remembered] == [author.sign(text) for text in texts[1:]]
     assert all(verify(author.peer_id, text, author.sign(text)) for text in texts), "forgotten ones are checked again"
+
+
+def test_two_threads_that_forget_the_oldest_signature_at_once_do_not_fail(monkeypatch):
+    both = Barrier(2)
+
+    class Remembered(dict):
+        def __iter__(self):
+            oldest = list(super().__iter__())
+            with suppress(BrokenBarrierError):
+                both.wait(timeout=0.2)
+            return iter(oldest)
+
+    monkeypatch.setattr(identity, "_remembered", Remembered())
+    monkeypatch.setattr(identity, "_MAX_REMEMBERED", 1)
+    author = make_identity()
+    assert verify(author.peer_id, b"oldest", author.sign(b"oldest"))
+
+    def check(text):
+        return verify(author.peer_id, text, author.sign(text))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(check, [b"second", b"third"]))
 
 
 def test_long_texts_that_are_no_peer_ids_are_not_remembered():
