@@ -165,6 +165,7 @@ class Replica:
         parts = self.parts
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(parts.driver.run)
+            tasks.start_soon(parts.giving.run)
             tasks.start_soon(parts.state_server.run)
             tasks.start_soon(parts.keeper.run)
             tasks.start_soon(self._keep_place, explain)

@@ -270,6 +270,7 @@ class Hall:
         rig = self.rigs[own.identity.peer_id] = Rig(own, stage, self.board, self.rigs)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rig.driver.run)
+            tasks.start_soon(rig.giving.run)
             while True:
                 own.prepare([each for each in others if each is not own], partial(rig.take_over, self.rigs))
                 if stage == 0 and not self.is_paused:
@@ -714,5 +715,25 @@ def test_a_seat_holds_only_so_many_contributions_of_others(small_chunks, monkeyp
             _, statement, data = given_by(giver, name=Name(me, next_round + 9))
             with pytest.raises(NotServing, match="far from beginning"):
                 await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("what", ["giver", "round"])
+def test_half_of_a_contribution_is_dropped_when_its_giver_or_its_round_is_gone(small_chunks, what):
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = await two_mates(some, hall)
+            number = taker.driver.member.log.next_round
+            _, statement, data = given_by(giver, name=Name(giver.driver.member.me, number))
+            await taker.giving.handle(giver.peer.identity.peer_id, call_of(0, data), (statement, data[:8]))
+            assert len(taker.giving._arriving) == 1
+            if what == "giver":
+                giver.peer.core.membership.desired = frozenset()
+                giver.peer.agreement.look()
+            else:
+                hall.is_paused = False
+            await until([taker.peer], lambda _: not taker.giving._arriving)
 
     anyio.run(run)

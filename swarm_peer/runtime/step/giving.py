@@ -126,7 +126,7 @@ class Giving:
             Busy: this seat holds as many as it may
         """
         member = self._driver.member
-        if member is None or caller not in {seat.peer for seat in self._agreement.core.epoch.roster(self._stage)}:
+        if member is None or caller not in self._mates():
             raise NotServing("contributions go from stage-mate to stage-mate")
         if len(tensors) != 2 or call.num_bytes != self._num_bytes or len(tensors[1]) > CHUNK_BYTES:
             raise InvalidMessage(f"a contribution of {call.num_bytes} bytes in {len(tensors)} tensors")
@@ -150,11 +150,26 @@ class Giving:
             await self._take(self._arriving.pop((caller, name)))
         return Reply()
 
+    async def run(self) -> None:
+        """Drop what no more of will arrive, until cancelled."""
+        while True:
+            await self._agreement.changed.wait_for(lambda: self._arriving.keys() != self._still_arriving())
+            self._arriving = {key: self._arriving[key] for key in self._still_arriving()}
+
+    def _still_arriving(self) -> set[tuple[str, Name]]:
+        """Those of the contributions that arrive whose givers are there, and whose rounds are not over."""
+        if not self._arriving or self._driver.member is None:
+            return set()
+        mates, next_round = self._mates(), self._next_round()
+        return {(giver, name) for giver, name in self._arriving if giver in mates and name.round >= next_round}
+
+    def _mates(self) -> frozenset[str]:
+        return frozenset(seat.peer for seat in self._agreement.core.epoch.roster(self._stage))
+
     def _arrive(self, caller: str, given: Signed[HandedOver]) -> _Arriving:
         name, next_round = given.body.contribution.name, self._next_round()
         if not next_round <= name.round <= next_round + self._rounds_ahead:
             raise NotServing(f"round {name.round} is over here, or far from beginning")
-        self._arriving = {key: left for key, left in self._arriving.items() if key[1].round >= next_round}
         self._signed = {each: signed for each, signed in self._signed.items() if each.round >= next_round}
         if (caller, name) not in self._arriving:
             held = self._driver.gradients.names - {each for each in self._driver.gradients.names if self._is_own(each)}
