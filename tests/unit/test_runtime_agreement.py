@@ -17,10 +17,11 @@ from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.epochs import Certified
 from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Close, Committed, Cut, Entry, Pass
-from swarm_peer.protocol.messages import Alive, Commit, Fetch, Message, News
+from swarm_peer.protocol.messages import Alive, Commit, Fetch, Message, News, Probe
 from swarm_peer.protocol.statements import Seat
 from swarm_peer.runtime.network import agreement
 from swarm_peer.runtime.network.agreement import MAX_MESSAGES, NO_EPOCH, Agreement, Ticket, find_epochs
+from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.frames import PREFIX, Frame, FrameType, parse_frame
 from swarm_peer.wire.identity import Identity
@@ -255,6 +256,46 @@ def test_what_was_not_sent_is_replaced_by_what_is_newer():
             for number in range(3 * agreement.MAX_QUEUED):
                 part._send([("somebody", Message(me, NO_EPOCH._replace(number=number), Alive()))])
             assert [each.epoch.number for each in part._queued["somebody"].values()] == [3 * agreement.MAX_QUEUED - 1]
+
+    anyio.run(run)
+
+
+def test_messages_to_one_peer_go_one_call_after_the_other():
+    class Slow:
+        """A transport to peers that answer when the test says so."""
+
+        peer_id = "me"
+
+        def __init__(self):
+            self.under_way, self.num_calls = [], 0
+
+        async def call(self, peer, call, tensors, *, timeout_s):
+            self.num_calls += 1
+            self.under_way.append(anyio.Event())
+            await self.under_way[-1].wait()
+            del self.under_way[0]
+            return Reply()
+
+    async def run():
+        async with MemoryNetwork() as network, anyio.create_task_group() as tasks:
+            part, slow = alone(network), Slow()
+            part._transport, me, epoch = slow, part.core.membership.me, part.core.epoch.id
+            part._send([("somebody", Message(me, epoch, Alive()))])  # nobody sends it yet
+            tasks.start_soon(part.run)
+            await anyio.wait_all_tasks_blocked()
+            for body in (Alive(), Probe(), Fetch()):
+                part._send([("somebody", Message(me, epoch, body))])
+                await anyio.wait_all_tasks_blocked()
+            assert (slow.num_calls, len(slow.under_way)) == (1, 1)
+            for num_calls in (1, 2):
+                assert slow.num_calls == num_calls, "what has come meanwhile goes in one call"
+                with pytest.raises(TimeoutError), anyio.fail_after(0.01):
+                    await part.told()
+                slow.under_way[0].set()
+                await anyio.wait_all_tasks_blocked()
+            with anyio.fail_after(1):
+                await part.told()
+            tasks.cancel_scope.cancel()
 
     anyio.run(run)
 

@@ -152,8 +152,8 @@ class Agreement:
         self._transport = transport
         self._acquaintances = acquaintances
         self._queued: dict[str, dict[object, Message]] = {}
-        # By peer, for as long as one of its calls is read.
-        self._turns = WeakValueDictionary[str, anyio.Lock]()
+        self._delivering: set[str] = set()  # those to whom a task sends what is queued: one task each
+        self._turns = WeakValueDictionary[str, anyio.Lock]()  # by peer, for as long as one of its calls is read
         self._tasks: TaskGroup | None = None
         self._due = anyio.Event()
         membership = Membership(
@@ -199,6 +199,8 @@ class Agreement:
     async def run(self) -> None:
         """Take part, until cancelled."""
         async with anyio.create_task_group() as self._tasks:
+            for peer in self._queued:
+                self._start_delivering(peer)
             while True:
                 self._due = anyio.Event()
                 self.core.membership.acquaintances = tuple(self._acquaintances())
@@ -220,7 +222,7 @@ class Agreement:
 
     async def told(self) -> None:
         """Wait until all messages have been sent, or have failed."""
-        await self._context.changed.wait_for(lambda: not self._queued)
+        await self._context.changed.wait_for(lambda: not self._queued and not self._delivering)
 
     def look(self) -> None:
         """Have the core look soon at what has changed."""
@@ -260,21 +262,26 @@ class Agreement:
         for peer, message in sent:
             if peer == self.core.membership.me.peer:
                 continue  # an earlier life of this peer has a place yet
-            is_idle = not self._queued.get(peer)
             queue = self._queued.setdefault(peer, {})
             # A later message about the same thing takes the place of an earlier one.
             queue.pop(subject := _subject(message.body), None)
             queue[subject] = message
             if len(queue) > MAX_QUEUED:
                 del queue[next(iter(queue))]
-            if is_idle and self._tasks is not None:
-                self._tasks.start_soon(self._deliver, peer)
+            self._start_delivering(peer)
+
+    def _start_delivering(self, peer: str) -> None:
+        if self._tasks is not None and peer not in self._delivering:
+            self._delivering.add(peer)
+            self._tasks.start_soon(self._deliver, peer)
 
     async def _deliver(self, peer: str) -> None:
         """Send what waits for a peer, one call after the other."""
         call = wire.AgreeCall(manifest=self._context.resolved.hash)
         while queue := self._queued.get(peer):
             taken = [queue.pop(subject) for subject in list(queue)[:MAX_MESSAGES]]
+            if not queue:
+                del self._queued[peer]
             data = [memoryview(self.statements.encode(message)) for message in taken]
             try:
                 reply = await self._transport.call(peer, call, data, timeout_s=CALL_TIMEOUT_S)
@@ -283,7 +290,7 @@ class Agreement:
                 log.debug("messages_lost peer=%s count=%d reason=%s", peer, len(taken), error)
                 if isinstance(error, PeerUnreachable):
                     self.core.membership.suspect(peer)
-        self._queued.pop(peer, None)
+        self._delivering.discard(peer)
         self._context.changed.notify()
 
 
