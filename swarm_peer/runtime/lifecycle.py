@@ -8,11 +8,11 @@ from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import Clock
 
 # The states that each state may be followed by. A stay in a stage goes from JOINING to LEFT; others may take a peer's
-# place from it meanwhile, so that it joins again.
+# place from it meanwhile, also while it drains for a move, so that it joins again.
 TRANSITIONS = {
     PeerState.JOINING: {PeerState.SERVING, PeerState.DRAINING},
     PeerState.SERVING: {PeerState.DRAINING, PeerState.JOINING},
-    PeerState.DRAINING: {PeerState.SERVING, PeerState.LEFT},
+    PeerState.DRAINING: {PeerState.SERVING, PeerState.JOINING, PeerState.LEFT},
     PeerState.LEFT: {PeerState.JOINING},
 }
 

@@ -92,9 +92,13 @@ class Mover:
     async def _move_to(
         self, replica: Replica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]
     ) -> None:
-        while may_go() and not await self._move(replica, await next_stage()):
-            # A replica that was prepared in vain holds memory until the garbage collector comes.
-            await self._context.threads.run(free_device_memory, self._parts.device)
+        try:
+            while may_go() and not await self._move(replica, await next_stage()):
+                # A replica that was prepared in vain holds memory until the garbage collector comes.
+                await self._context.threads.run(free_device_memory, self._parts.device)
+        finally:
+            if self._lifecycle.next_stage is None:
+                self.moving_to = UNDECIDED  # the peer may have lost its place meanwhile, so that it joins again
 
     async def _move(self, replica: Replica, stage: int) -> bool:
         """Move to another stage, unless this peer is the last of its own, or cannot serve the other one.

@@ -1,9 +1,12 @@
 import asyncio
 import gc
 import weakref
+from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
 
+import anyio
+import anyio.lowlevel
 import pytest
 import torch
 from contexts import MovedClock, make_context
@@ -13,8 +16,10 @@ from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import CallError, HubFailed, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime import mover as movers
+from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import MOST_HUB_FAILURES, Mover
+from swarm_peer.runtime.peer import Peer
 
 MANIFEST = RunManifest.model_validate(
     {
@@ -254,6 +259,55 @@ async def test_a_peer_that_is_told_to_end_during_a_move_does_not_drain_again():
     mover._lifecycle.enter(PeerState.LEFT)
     assert not await Mover._may_leave(mover, mover.replica)
     assert mover._lifecycle.state is PeerState.LEFT
+
+
+async def test_a_peer_that_loses_its_place_while_it_drains_for_a_move_joins_again(monkeypatch):
+    announced = []
+
+    class Directory:
+        serial, view = 1, None
+
+        @asynccontextmanager
+        async def kept_fresh(self, stages):
+            yield
+
+        async def refresh_surely(self, stages):
+            await anyio.sleep_forever()  # the DHT takes its time
+
+        async def announce(self):
+            announced.append((lifecycle.state, mover.moving_to))
+            await anyio.lowlevel.checkpoint()
+
+    class LosingMover(ScriptedMover):
+        async def _may_leave(self, replica):
+            return await Mover._may_leave(self, replica)
+
+    async def lost(*_):
+        return 0
+
+    mover = LosingMover()
+    lifecycle, mover._directory = Lifecycle(MovedClock(now=1.0)), Directory()
+    mover._lifecycle, changed = lifecycle, Condition()
+    monkeypatch.setattr(movers, "watch_stages", lost)
+    step = SimpleNamespace(round_number=3, optimizer_step=3)
+    replica = SimpleNamespace(is_serving=True, has_place=True, stage=1, stages_of_interest=[1], step=step)
+    peer = SimpleNamespace(
+        _directory=mover._directory,
+        _manifest=MANIFEST,
+        _context=SimpleNamespace(changed=changed),
+        _lifecycle=lifecycle,
+        _options=SimpleNamespace(stage=1),
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(Peer._follow_place, peer, replica, mover)
+        await anyio.wait_all_tasks_blocked()
+        assert announced[-1] == (PeerState.DRAINING, 0)
+        replica.has_place = replica.is_serving = False
+        changed.notify()
+        await anyio.wait_all_tasks_blocked()
+        assert announced[-1] == (PeerState.JOINING, UNDECIDED)
+        assert not lifecycle.stop.is_set()
+        tasks.cancel_scope.cancel()
 
 
 async def test_data_that_may_not_be_read_is_found_before_a_move():
