@@ -370,11 +370,11 @@ class RoundDriver:
         member = self._member()
         self._shut()
         if (present := member.voiding) is not None:
-            await self._workplace.drain(present.number)
-            await self._discard_void(member, present)
+            await self._empty(member, present)
 
-    async def _discard_void(self, member: Member, present: OpenRound) -> None:
-        """Give up what was computed in a round that nothing is added to any more, if it is void."""
+    async def _empty(self, member: Member, present: OpenRound) -> None:
+        """Wait until nothing of a round is inside, and give up what was computed in it, if that is void by then."""
+        await self._workplace.drain(present.number)
         if present.is_void:
             await self._workplace.discard()
             member.voided(present.number)
@@ -385,18 +385,17 @@ class RoundDriver:
         self._shut()
         if (present := member.draining) is None:
             return
-        await self._workplace.drain(present.number)
-        await self._hold(member, present)
+        await self._empty(member, present)
+        await self._hold(member, present.number)
         member.drained(present.number)
 
-    async def _hold(self, member: Member, present: OpenRound) -> None:
-        """Hold what was computed in a round that nothing is added to any more. The device may just have lost it."""
-        await self._discard_void(member, present)
-        own = member.work.own(present.number)
+    async def _hold(self, member: Member, number: int) -> None:
+        """Hold what was computed in a round that nothing is added to any more."""
+        own = member.work.own(number)
         if own is None or own.name in self.gradients.names:
             return
-        means, _ = await self._workplace.contribution(present.number)
-        if own.name.round == present.number:
+        means, _ = await self._workplace.contribution(number)
+        if own.name.round == number:
             # By the weight that cuts know: others may bring it together with their own.
             self.gradients.put(own.name, means, own.weight)
 
@@ -409,8 +408,8 @@ class RoundDriver:
             self._shut()
             for number, present in sorted(member.work.open.items()):
                 if not present.is_drained:
-                    await self._workplace.drain(number)
-                    await self._hold(member, present)
+                    await self._empty(member, present)
+                    await self._hold(member, number)
             self._lost(member.work.lost)  # what is given later on is not
             held = member.to_hand_over()
             for contribution in held:
