@@ -167,7 +167,9 @@ class Assembly:
             snapshots=taker,
         )
         workplace = StageWorkplace(context=context, core=core, updates=updates, copied=keeper.take)
-        reports = RoundReports(context=context, stage=stage, result=lambda: workplace.result)
+        reports = RoundReports(
+            context=context, stage=stage, result=lambda: workplace.result, samples_of=self.trainer.samples_of
+        )
         driver = RoundDriver(
             agreement=agreement,
             stage=stage,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from contexts import MovedClock, make_context, unparsed
 
@@ -9,16 +11,23 @@ from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.log import Close, Committed, Contribution, Cut, Done, Entry, Name, Part
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
+from swarm_peer.protocol.work import Work
+from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.wire.fields import MAX_SAMPLES
 
 SEATS = Seat("honest", 1, ""), Seat("hostile", 1, "")
 ID = EpochId(1, SEATS[0], 0)
+TARGETS = 512  # of a sample
 
 
 def reports_of(stage=0):
     context = make_context(unparsed("m" * 32), clock=MovedClock(now=1.0))
-    return RoundReports(context=context, stage=stage, result=lambda: None), context.metrics
+    reports = RoundReports(
+        context=context, stage=stage, result=lambda: None, samples_of=lambda weight: weight // TARGETS
+    )
+    return reports, context.metrics
 
 
 def committed(*, loss_sum=0.0, samples=4, weight=4, ranges=(), number=5):
@@ -75,3 +84,23 @@ def test_a_round_beyond_all_records_is_not_reported():
     reports, _ = reports_of()
     reports.ended(committed(number=2**61), BEGINNING)
     assert not reports.finished
+
+
+@pytest.mark.parametrize("ranges", [(WindowRange(0, 0, 0, 4),), ()])
+def test_samples_that_a_device_loses_are_counted_once_and_as_samples(caplog, ranges):
+    """Stages after the first know their targets alone."""
+    reports, metrics = reports_of(stage=0 if ranges else 1)
+    work = Work(SEATS[0], SimpleNamespace(averages=lambda number: True, decided_in=lambda number: number, lag=0))
+    work.round(5)
+    work.computed(5, ("a", "b"), weight=4 * TARGETS, samples=ranges)
+    member = SimpleNamespace(work=work)
+    executor = object.__new__(StageExecutor)
+    executor._trainer, executor._metrics = SimpleNamespace(discard_gradients=lambda: None), metrics
+    agreement = SimpleNamespace(core=SimpleNamespace(members={0: member}))
+    executor._work = RoundWork(agreement=agreement, stage=0)
+    executor.lose(SimpleNamespace(number=5, forget_counted=lambda: None), 4, RuntimeError("out of memory"))
+    assert work.open[5].is_void
+    assert "samples_lost samples=4 round=5 reason=out of memory" in caplog.text
+    work.void(5)  # as the driver does then
+    reports.lose(work.lost)
+    assert metrics.lost_samples._value.get() == 4

@@ -78,8 +78,12 @@ class PeerMetrics:
 
     def lose(self, samples: int, reason: str, *, round_number: int) -> None:
         """Report samples that no update will hold as lost, if there are any: count them, and log why."""
+        self.lost_samples.inc(samples)
+        self.tell_lost(samples, reason, round_number=round_number)
+
+    def tell_lost(self, samples: int, reason: str, *, round_number: int) -> None:
+        """Log why samples were lost that are counted elsewhere, if there are any."""
         if samples:
-            self.lost_samples.inc(samples)
             level, why = (logging.INFO, "the run is over") if self.run_is_over else (logging.ERROR, reason)
             log.log(level, "samples_lost samples=%d round=%d reason=%s", samples, round_number, why)
 

@@ -352,11 +352,11 @@ class StageExecutor:
         return reply
 
     def lose(self, entered: ReplicaRound, num_samples: int, error: Exception) -> None:
-        """Empty the accumulator, since the device has failed half-way, and report its samples as lost."""
+        """Empty the accumulator, since the device has failed half-way: the round is void."""
         self._trainer.discard_gradients()
         entered.forget_counted()
         self._work.lose(entered.number)
-        self._metrics.lose(num_samples, first_line(error), round_number=entered.number)
+        self._metrics.tell_lost(num_samples, first_line(error), round_number=entered.number)
 
     @staticmethod
     def _check_output(hidden_BTD: torch.Tensor) -> None:

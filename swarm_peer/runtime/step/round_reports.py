@@ -22,18 +22,27 @@ class RoundReports:
 
     Args:
         result: how the update of the round that has just ended went
+        samples_of: how many samples work of some weight is of, about
 
     Attributes:
         finished: the rounds that ended here lately; of stage 0 alone
     """
 
-    def __init__(self, *, context: PeerContext, stage: int, result: Callable[[], StepResult | None]):
+    def __init__(
+        self,
+        *,
+        context: PeerContext,
+        stage: int,
+        result: Callable[[], StepResult | None],
+        samples_of: Callable[[int], int],
+    ):
         self.finished: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
         self._clock = context.clock
         self._metrics = context.metrics
         self._manifest = context.resolved.manifest
         self._stage = stage
         self._result = result
+        self._samples_of = samples_of
         self._began_s = context.clock.monotonic_s()
 
     def begin(self, optimizer_step: int) -> None:
@@ -104,7 +113,8 @@ class RoundReports:
     def lose(self, lost: list[Contribution]) -> None:
         """Report work that no update will hold, and forget it. Others read its samples again."""
         for contribution in lost:
-            num_samples = num_windows(contribution.samples) or contribution.weight
+            # Stage 0 alone knows which samples they are.
+            num_samples = num_windows(contribution.samples) or self._samples_of(contribution.weight)
             self._metrics.lost_samples.inc(num_samples)
             text = "samples_given_up samples=%d round=%d reason=no entry holds them: they are read again"
             log.info(text, num_samples, contribution.name.round)
