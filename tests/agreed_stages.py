@@ -233,7 +233,7 @@ class Rig:
             workplace=self.workplace,
             averager=CutAverager(averager, context.threads),
             sources=self.sources,
-            changed=context.changed,
+            clock=context.clock,
             ended=self.ended.append,
         )
         giving = Giving(

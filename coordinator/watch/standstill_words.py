@@ -11,6 +11,7 @@ MAX_WORDS = 200
 # Of each trouble, what the peers in it do not do.
 WHAT: dict[Trouble | None, str] = {
     Trouble.NO_VOTERS: "waits for those who vote on who takes part",
+    Trouble.NO_STATE: "lacks weights that nobody gives",
     Trouble.DIVERGED: "brings no microbatch through, and no number is finite",
     Trouble.FAILING: "brings no microbatch through",
     Trouble.NO_UPDATES: "gets no update",

@@ -22,6 +22,7 @@ class Trouble(str, Enum):
     """A trouble that keeps a peer from its work, or from a part of it; the worst first.
 
     NO_VOTERS: it does not hear most of those who vote on who takes part, and nothing is decided without them
+    NO_STATE: it lacks the weights that its stage goes on with, and nobody gives them
     DIVERGED: every microbatch that it sends through the stages fails, since the numbers are not finite
     FAILING: every microbatch that it sends through the stages fails
     NO_UPDATES: no gradient of its stage has been finite for some rounds, so its weights stay as they are
@@ -31,6 +32,7 @@ class Trouble(str, Enum):
     """
 
     NO_VOTERS = "no_voters"
+    NO_STATE = "no_state"
     DIVERGED = "diverged"
     FAILING = "failing"
     NO_UPDATES = "no_updates"

@@ -176,7 +176,7 @@ class Assembly:
             workplace=workplace,
             averager=CutAverager(averager, context.threads),
             sources=sources,
-            changed=context.changed,
+            clock=context.clock,
             ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),
             lost=reports.lose,
         )

@@ -121,7 +121,7 @@ class Replica:
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
         admission, step = self.parts.core.admission, self.step
-        if peer.state is PeerState.SERVING and (complaint := self._complaint()) is not None:
+        if (complaint := self._complaint(peer.state)) is not None:
             peer = peer.complaining(complaint)
         return replace(
             peer,
@@ -135,11 +135,13 @@ class Replica:
             time_shares=self.parts.core.time.shares(),
         )
 
-    def _complaint(self) -> Complaint | None:
-        """The worst of what keeps this replica from its work."""
+    def _complaint(self, state: PeerState) -> Complaint | None:
+        """The worst of what keeps this replica from its work, or, once it has a place, from beginning with it."""
         parts = self.parts
+        if state is not PeerState.SERVING:
+            return parts.driver.complaint() if state is PeerState.JOINING else None
         of_data = [] if parts.launcher is None else [parts.launcher.complaint()]
-        return worst([parts.updates.complaint(), parts.keeper.complaint(), *of_data])
+        return worst([parts.driver.complaint(), parts.updates.complaint(), parts.keeper.complaint(), *of_data])
 
     @property
     def stages_of_interest(self) -> Sequence[int]:

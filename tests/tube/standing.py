@@ -64,7 +64,7 @@ def _lines(world: World, host: Host) -> Iterator[str]:
     replica: Any = None if host.peer is None else host.peer._replica
     if replica is not None and host.peer is not None:
         driver, step, at = replica.parts.driver, replica.step, f"replica of {replica.stage}:"
-        yield f"{at} weights {driver._weights[1][:6]} opened {driver._opened} {driver.complaint!r}"
+        yield f"{at} weights {driver._weights[1][:6]} opened {driver._opened} {driver.complaint()!r}"
         yield f"{at} {host.peer._lifecycle.state} {step.phase} round {step.round_number}"
         launcher = replica.parts.launcher
         if launcher is not None:

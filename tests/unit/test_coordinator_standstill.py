@@ -14,6 +14,7 @@ from coordinator.watch.happenings import TELL_AGAIN_S
 from coordinator.watch.journal import Journal
 from coordinator.watch.live_view import LiveView, peers_table, run_table
 from coordinator.watch.metrics import CoordinatorMetrics
+from coordinator.watch.standstill_words import WHAT, in_words
 from coordinator.watch.summary import summarise
 from swarm_peer.policy.standstill import STANDS_S
 from swarm_peer.policy.trouble import Trouble
@@ -80,6 +81,13 @@ def test_what_one_peer_cannot_do_is_told_once_though_the_run_goes_on(tmp_path):
         assert told.look(seen(cut), now_s + 0.5) == []
     told.look(seen(well), 5.0 + TELL_AGAIN_S)
     assert told.look(seen(cut), 6.0 + TELL_AGAIN_S) == [("trouble", text)]
+
+
+@pytest.mark.parametrize("trouble", [each for each in Trouble if each.holds_up])
+def test_each_trouble_that_holds_up_a_stage_is_told_in_words(trouble):
+    watch = seen(replace(FAILING, trouble=trouble))
+    watch.observe(watch.view, {}, 100.0 + 2 * STANDS_S)
+    assert in_words(watch.standstill) == f"stage 0 {WHAT[trouble]}: anna (…abcdefgh) says: {WORDS}"
 
 
 def test_those_that_the_run_stands_still_for_are_not_told_of_one_by_one(tmp_path):

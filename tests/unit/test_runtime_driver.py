@@ -11,10 +11,12 @@ import anyio
 import pytest
 import torch
 from agreeing import BATCH, HASH, quickly, swarm, until
+from contexts import MovedClock
 
 from swarm_peer.errors import Busy, InvalidMessage, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, WindowRange
+from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Contribution, HandedOver, Name
@@ -188,7 +190,7 @@ class Rig:
             workplace=self.shop,
             averager=At(board.at(peer.core.membership.me)),
             sources=Others(rigs, self, stage),
-            changed=peer.changed,
+            clock=peer.context.clock,
             ended=self.ended.append,
         )
         self.giving = Giving(
@@ -441,7 +443,7 @@ def test_a_seat_that_is_left_alone_without_the_state_gives_up_its_place():
             rig = hall.rig(left)
             rig.driver._sources = Nobody()
             hall.board.silent.add(left.identity.peer_id)
-            await until([left], lambda _: rig.driver.complaint)
+            await until([left], lambda _: rig.driver.complaint())
             assert len(left.core.epoch.roster(1)) == 2
             some.kill(first[1])
             await until(first[:1], lambda peer: not peer.core.epoch.roster(1))
@@ -468,29 +470,31 @@ class Lagging:
         self.state, self.is_behind = state, False
 
 
-def test_a_seat_that_has_caught_up_since_has_its_time_for_the_next_state_that_it_lacks(monkeypatch):
+def test_a_seat_that_has_caught_up_since_has_its_time_for_the_next_state_that_it_lacks():
     async def run():
-        core, now = Lagging(), SimpleNamespace(s=100.0)
+        core, clock = Lagging(), MovedClock(now=100.0)
         driver = RoundDriver(
-            agreement=SimpleNamespace(core=core),
+            agreement=SimpleNamespace(core=core, changed=Condition()),
             stage=1,
             workplace=Shop(),
             averager=None,
             sources=Nobody(),
-            changed=Condition(),
+            clock=clock,
         )
-        monkeypatch.setattr(driver_module.anyio, "current_time", lambda: now.s)
         await driver._try(driver._catch_up)
-        assert driver.complaint == "nobody is there"
+        clock.now = 101.0
+        await driver._try(driver._catch_up)
+        words = "waits for weights: nobody is there"
+        assert driver.complaint() == Complaint(Trouble.NO_STATE, 100.0, words)
         driver._sources = Others(
             {"mate": SimpleNamespace(stage=1, driver=SimpleNamespace(updates={"new": []}))}, None, 1
         )
         await driver._try(driver._catch_up)
-        assert (core.state, driver.complaint) == ("new", "")
-        now.s, core.is_behind, core.state, driver._sources = 4000.0, True, "old", Nobody()
+        assert (core.state, driver.complaint()) == ("new", None)
+        clock.now, core.is_behind, core.state, driver._sources = 4000.0, True, "old", Nobody()
         await driver._try(driver._catch_up)
         assert core.resigned == []
-        now.s += driver_module.PATIENCE_S + 1
+        clock.now += driver_module.PATIENCE_S + 1
         await driver._try(driver._catch_up)
         assert core.resigned == [1]
 
@@ -512,8 +516,8 @@ def test_weights_that_are_far_from_a_seats_own_are_not_asked_for_without_pause(m
                 return "of other weights"
 
             odd.shop.root = other_root
-            await until([more[1]], lambda _: odd.driver.complaint)
-            assert "far from this peer's" in odd.driver.complaint
+            await until([more[1]], lambda _: odd.driver.complaint())
+            assert "far from this peer's" in odd.driver.complaint().words
             start = more[0].log(1).next_round
             await until([first[1], more[0]], rounds_of(1, start + 2))
             assert odd.num_refused == 1
@@ -543,9 +547,15 @@ def test_of_a_round_that_is_cut_again_and_again_only_the_newest_results_are_kept
     async def run():
         told = []
         member = SimpleNamespace(me="me", averaged=lambda cut, digest: told.append(cut.hash))
-        agreement = SimpleNamespace(core=SimpleNamespace(members={1: member}), look=lambda: None)
+        core = SimpleNamespace(members={1: member})
+        agreement = SimpleNamespace(core=core, changed=Condition(), look=lambda: None)
         driver = RoundDriver(
-            agreement=agreement, stage=1, workplace=Shop(), averager=None, sources=None, changed=Condition()
+            agreement=agreement,
+            stage=1,
+            workplace=Shop(),
+            averager=None,
+            sources=None,
+            clock=MovedClock(),
         )
         for attempt in range(5):
             part = SimpleNamespace(seat="me", brings=())

@@ -269,10 +269,14 @@ def test_a_replica_announces_the_worst_of_its_troubles(state, is_told):
         rounds=SimpleNamespace(step=StepState()),
     )
     parts = {"core": core, "sources": SimpleNamespace(bytes_per_s=0.0), "keeper": of(Trouble.NO_SNAPSHOTS)}
-    replica.parts = SimpleNamespace(**parts, updates=of(None), launcher=of(Trouble.DIVERGED))
+    replica.parts = SimpleNamespace(**parts, driver=of(None), updates=of(None), launcher=of(Trouble.DIVERGED))
     told = replica.describe(PeerView(peer_id="a", stage=UNDECIDED, state=state, note="waits"))
     expected = (Trouble.DIVERGED, 5.0, "diverged") if is_told else (None, None, "waits")
     assert (told.trouble, told.trouble_since_s, told.note, told.incarnation) == (*expected, 7)
-    replica.parts = SimpleNamespace(**parts, updates=of(Trouble.NO_UPDATES), launcher=None)
+    replica.parts = SimpleNamespace(**parts, driver=of(None), updates=of(Trouble.NO_UPDATES), launcher=None)
     if is_told:
         assert replica.describe(PeerView(peer_id="a", stage=1, state=state)).trouble is Trouble.NO_UPDATES
+    replica.parts = SimpleNamespace(**parts, driver=of(Trouble.NO_STATE), updates=of(None), launcher=None)
+    told = replica.describe(PeerView(peer_id="a", stage=1, state=state, note="waits"))
+    expected = {PeerState.SERVING: (Trouble.NO_STATE, "no_state"), PeerState.JOINING: (None, "no_state")}
+    assert (told.trouble, told.note) == expected.get(state, (None, "waits")), "also where it has yet to begin"

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from swarm_peer.errors import CallError, NotServing
 from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
-from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, SeatWeights, Sources, Workplace
 from swarm_peer.runtime.step.named_gradients import NamedGradients
@@ -56,7 +57,6 @@ class RoundDriver:
     Attributes:
         gradients: of the contributions that this seat can bring, by name
         updates: the averages of the newest entries, by their hashes, for stage-mates
-        complaint: why it has not caught up, if so
     """
 
     def __init__(
@@ -67,26 +67,25 @@ class RoundDriver:
         workplace: Workplace,
         averager: Averager,
         sources: Sources,
-        changed: Condition,
+        clock: Clock,
         ended: Callable[[Committed], None] = lambda committed: None,
         lost: Callable[[list[Contribution]], None] = lambda lost: None,
     ):
         """Make a driver that has done nothing.
 
         Args:
-            changed: notified whenever the core may ask for something else
             ended: told of each entry that was applied
             lost: given the list of contributions that no entry holds, to be told of and emptied
         """
         self.gradients = NamedGradients()
         self.updates: dict[str, list[Tensor]] = {}
-        self.complaint = ""
         self._agreement = agreement
         self._stage = stage
         self._workplace = workplace
         self._averager = averager
         self._sources = sources
-        self._changed = changed
+        self._changed = agreement.changed
+        self._clock = clock
         self._ended = ended
         self._lost = lost
         self._tasks: TaskGroup | None = None
@@ -103,6 +102,7 @@ class RoundDriver:
         self._log: Log | None = None
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
+        self._complaint: Complaint | None = None
         # Since when nobody has given this seat the state that it lacks.
         self._lacks_since_s: float | None = None
         # Held during each step: what leaves takes the same work out of the accumulator.
@@ -119,6 +119,10 @@ class RoundDriver:
         member = self.member
         return member is not None and member.work.is_over(member.log) and self._weights[1] == member.log.head
 
+    def complaint(self) -> Complaint | None:
+        """That it waits for weights, if nobody has given them at its last try."""
+        return self._complaint
+
     async def run(self) -> None:
         """Do what the core asks for, until cancelled."""
         async with anyio.create_task_group() as self._tasks:
@@ -134,11 +138,13 @@ class RoundDriver:
         """Take a step; one that needs what nobody gives is taken again after a pause."""
         try:
             await step()
-            self.complaint, self._lacks_since_s = "", None
+            self._complaint = self._lacks_since_s = None
         except CallError as error:
-            if self.complaint != str(error):
+            known, words = self._complaint, f"waits for weights: {error}"
+            if known is None or known.words != words:
                 log.warning("waiting stage=%d reason=%s", self._stage, error)
-            self.complaint = str(error)
+            since_s = self._clock.monotonic_s() if known is None else known.since_s
+            self._complaint = Complaint(Trouble.NO_STATE, since_s, words)
             await anyio.sleep(RETRY_PAUSE_S)
 
     def _next(self) -> Callable[[], Awaitable[None]] | None:
@@ -320,7 +326,7 @@ class RoundDriver:
 
     def _note_lack(self, error: CallError) -> None:
         """Give up the place if nobody has the state any more: the run can go back once the stage is empty."""
-        now_s = anyio.current_time()
+        now_s = self._clock.monotonic_s()
         self._lacks_since_s = now_s if self._lacks_since_s is None else self._lacks_since_s
         is_alone = len(self._agreement.core.epoch.roster(self._stage)) == 1
         if is_alone or now_s > self._lacks_since_s + PATIENCE_S:
