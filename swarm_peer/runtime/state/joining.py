@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 PAUSE_S = 1.0
 # A peer that moves tries for so long to take over a state, while it serves its own stage.
 PREPARING_S = 60.0
+# The run goes back for a newcomer to a stage without seats. The newcomer says what that takes:
+LOST = "it has lost all its peers, and the run waits for snapshots of all stages, or for a coordinator's checkpoint"
 
 
 async def join(
@@ -27,9 +29,14 @@ async def join(
     Args:
         explain: told why it takes so long
     """
-    core = agreement.core
+    core, waits_for_run = agreement.core, False
     core.membership.desired |= {stage}
     while stage not in core.membership.stages:
+        if stage in core.epoch.lost:
+            explain(f"waits to join stage {stage}: {LOST}")
+            if not waits_for_run:
+                log.warning("waiting stage=%d reason=%s", stage, LOST)
+            waits_for_run = True
         # A state of before the run went back is of no use any more.
         if core.epoch.roster(stage) and stage not in core.membership.prepared:
             try:
