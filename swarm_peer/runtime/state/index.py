@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -56,10 +56,6 @@ class StageState:
     def created_at_round(self) -> int:
         """The first round that ever began with these weights."""
         return self.timeline.creation_round(self.round_number)
-
-    def at_beginning_of(self, timeline: Timeline) -> StageState:
-        """The same state as what a timeline begins with: peers may have taken it under another round and timeline."""
-        return replace(self, round_number=timeline.first_round, timeline=timeline)
 
 
 def make_index(

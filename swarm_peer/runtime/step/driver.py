@@ -113,12 +113,6 @@ class RoundDriver:
         """The core's part of this seat; None while it has no place in the stage."""
         return self._agreement.core.members.get(self._stage)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the weights have had all updates of the run."""
-        member = self.member
-        return member is not None and member.work.is_over(member.log) and self._weights[1] == member.log.head
-
     def complaint(self) -> Complaint | None:
         """That it waits for weights, if nobody has given them at its last try."""
         return self._complaint
