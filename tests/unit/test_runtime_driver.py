@@ -346,13 +346,15 @@ def test_who_leaves_gives_its_work_to_several_and_it_counts_once():
             more = [some.add(Identity.generate(), stage) for stage in (0, 0, 1)]
             await until(more, lambda peer: peer.core.membership.stages != frozenset())
             leaver = hall.rig(more[0])
+            add = leaver.shop.add
 
-            def is_amid_round(_):
-                made = [rig.shop.count for rig in hall.rigs.values() if rig.stage == 0]
-                return leaver.shop.count > 0 and sum(made) < BATCH - 1
+            def add_and_pause(sample):
+                add(sample)
+                # Amid a round: else it might be over before all is given.
+                hall.is_paused |= sum(rig.shop.count for rig in hall.rigs.values() if rig.stage == 0) < BATCH - 1
 
-            await until([more[0]], is_amid_round)
-            hall.is_paused = True  # else the round might be over before all is given
+            leaver.shop.add = add_and_pause
+            await until([more[0]], lambda _: hall.is_paused)
             await leaver.leave(hall.rigs)
             some.kill(more[0])
             hall.is_paused = False
