@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--samples", type=int, default=4, help="of each member of stage 0 in a round")
     chosen = parser.parse_args()
-    print("| members of a stage | seconds a round | messages a round | KiB a round | most of the bytes |\n|---|---|---|---|---|")
+    print("| members of a stage | seconds a round | messages a round | KiB a round | most of the bytes |")
+    print("|---|---|---|---|---|")
     for members in chosen.members:
         calm = Calm(members, chosen.samples)
         num_rounds = max(calm.count_rounds(), 1)
