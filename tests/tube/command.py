@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 from cyclopts import App
@@ -147,9 +148,7 @@ def seeds(
     todo = [seed for seed in wanted if seed not in kept]
     for outcome in tqdm(_run(todo, processes), total=len(todo), disable=None):
         outcomes.append(outcome)
-        if results is not None:
-            with results.open("a") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+        _keep(outcome, results)
         if outcome.violations:
             print(f"{command_of(outcome.seed, None)}: {outcome.violations[0].splitlines()[0][:300]}", flush=True)
     has_violations = _sum_up(outcomes)
@@ -161,7 +160,14 @@ def seeds(
 
 
 @app.command
-def liars(*kinds: str, count: int = 2, first: int = 0, logs: Path | None = None) -> None:
+def liars(
+    *kinds: str,
+    count: int = 2,
+    first: int = 0,
+    processes: int = 1,
+    logs: Path | None = None,
+    results: Path | None = None,
+) -> None:
     """Have one member lie, in each of these ways, and compare with the same seeds in which it is honest.
 
     Pace is rounds of stage 0 for as long as faults strike, and `later` is the same once a leader that lies may be none
@@ -170,33 +176,35 @@ def liars(*kinds: str, count: int = 2, first: int = 0, logs: Path | None = None)
     Args:
         kinds: of lies; all by default
         logs: folder for the log of each schedule that fails
+        results: file of what came of each schedule, one line each; see `seeds`
     """
     if unknown := [kind for kind in kinds if kind not in LIES]:
         raise SystemExit(f"no lie is called {', '.join(unknown)}; there are {', '.join(LIES)}")
-    honest: dict[str, Outcome] = {}
-    rows, has_failed = list[str](), False
+    known = _read(results)
+    numbers = numbered(range(first, first + count), "liar")
+    wanted = [f"{number}+{kind}" for number in numbers for kind in (HONEST, *(kinds or LIES))]
+    todo = [seed for seed in wanted if seed not in known]
+    fork = multiprocessing.get_context("fork")
+    for begin in range(0, len(todo), size := SEEDS_PER_PROCESS * processes):
+        with ProcessPoolExecutor(processes, fork, initializer=_end_with_parent) as pool:
+            for outcome in pool.map(partial(_run_logged, logs=logs), todo[begin : begin + size]):
+                known[outcome.seed] = outcome
+                _keep(outcome, results)
+                print(_of_one(outcome, known[f"{Schedule.draw(outcome.seed).chance}+{HONEST}"]), flush=True)
+    has_failed = False
+    print("\n| lie | seeds | told | pace (least) | later | work | rewinds | violated |")
+    print("|---|---|---|---|---|---|---|---|")
     for kind in kinds or LIES:
-        found = list[Outcome]()
-        paces, later, works = list[float](), list[float](), list[float]()
-        for seed in numbered(range(first, first + count), "liar"):
-            if seed not in honest:
-                honest[seed] = _run_logged(f"{seed}+{HONEST}", logs)
-            outcome = _run_logged(f"{seed}+{kind}", logs)
-            found.append(outcome)
-            paces.append(_of_honest(outcome, honest[seed], 0.0, is_pace=True))
-            works.append(_of_honest(outcome, honest[seed], 0.0, is_pace=False))
-            later.append(_of_honest(outcome, honest[seed], outcome.price_s, is_pace=True))
-        has_failed |= min(later) < LEAST_PACE
+        pairs = [(known[f"{number}+{kind}"], known[f"{number}+{HONEST}"]) for number in numbers]
+        found = [outcome for outcome, _ in pairs]
+        paces = [_of_honest(*pair, 0.0, is_pace=True) for pair in pairs]
+        works = [_of_honest(*pair, 0.0, is_pace=False) for pair in pairs]
+        later = [_of_honest(outcome, honest, outcome.price_s, is_pace=True) for outcome, honest in pairs]
         violated = sum(bool(outcome.violations) for outcome in found)
-        has_failed |= bool(violated)
+        has_failed |= min(later) < LEAST_PACE or bool(violated)
         told, rewinds = sum(outcome.told for outcome in found), sum(outcome.rewinds for outcome in found)
         columns = [f"{statistics.median(each):.2f} ({min(each):.2f})" for each in (paces, later, works)]
-        rows.append(f"| `{kind}` | {len(found)} | {told} | {' | '.join(columns)} | {rewinds} | {violated} |")
-        print(rows[-1], flush=True)
-    print(
-        "\n| lie | seeds | told | pace (least) | later | work | rewinds | violated |\n|---|---|---|---|---|---|---|---|"
-    )
-    print("\n".join(rows))
+        print(f"| `{kind}` | {len(found)} | {told} | {' | '.join(columns)} | {rewinds} | {violated} |")
     sys.exit(has_failed)
 
 
@@ -205,10 +213,19 @@ def _run_logged(seed: str, logs: Path | None) -> Outcome:
     if logs is not None and outcome.violations:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / f"{seed}.log").write_text("\n".join(outcome.log))
-    for violation in outcome.violations[:2]:
-        print(f"{seed}: {violation.splitlines()[0][:300]}", flush=True)
     outcome.log = []
     return outcome
+
+
+def _of_one(outcome: Outcome, honest: Outcome) -> str:
+    """A line about a schedule in which one member lies."""
+    pace = _of_honest(outcome, honest, 0.0, is_pace=True)
+    later = _of_honest(outcome, honest, outcome.price_s, is_pace=True)
+    work = _of_honest(outcome, honest, 0.0, is_pace=False)
+    is_wrong = outcome.violations or later < LEAST_PACE
+    lines = [violation.splitlines()[0][:300] for violation in outcome.violations[:2]]
+    about = f"told {outcome.told}, pace {pace:.2f}, later {later:.2f}, work {work:.2f}, {outcome.cpu_s:.0f} CPU s"
+    return "\n  ".join([f"{outcome.seed}: {about}{' WRONG' if is_wrong else ''}", *lines])
 
 
 def _of_honest(outcome: Outcome, honest: Outcome, after_s: float, *, is_pace: bool) -> float:
@@ -271,6 +288,13 @@ def _code_hash() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _keep(outcome: Outcome, results: Path | None) -> None:
+    """Add what came of a seed to the file."""
+    if results is not None:
+        with results.open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 def _read(results: Path | None) -> dict[str, Outcome]:
