@@ -77,6 +77,7 @@ class Round:
         late: those who have kept the others waiting
         far: when seats have said last that they lack more than the newest entries
         unreached: those with whom most of a cut have averaged in vain
+        tried: those who were in a cut
     """
 
     number: int
@@ -85,6 +86,7 @@ class Round:
     late: set[Seat] = field(default_factory=set)
     far: dict[Seat, float] = field(default_factory=dict)
     unreached: set[Seat] = field(default_factory=set)
+    tried: set[Seat] = field(default_factory=set)
     attempt: Attempt | None = None
 
 
@@ -334,7 +336,9 @@ class Leader:
         far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
         far = far if present.number % FAR_WAITED_EVERY else set()
         missing = self._patience.waited_for(roster) - set(present.ready) - far
-        if present.ready and (not missing or now_s >= present.first_ready_s + self._timing.ready_s):
+        # Those who are not waited for may be ready in a moment, and then they do not agree to be left out.
+        has_most = not epoch.is_divided or epoch.is_quorum(present.ready, roster)
+        if present.ready and ((has_most and not missing) or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
             self._cut(now_s, epoch, base, list(present.ready), 0)
 
@@ -366,6 +370,7 @@ class Leader:
             blamed=blamed,
         )
         present.attempt = Attempt(cut, now_s)
+        present.tried |= set(seats)
 
     def _root(self, epoch: Epoch, told: dict[Seat, str]) -> str:
         """The root that most votes tell, of two the leader's own; empty if nobody tells one."""
@@ -426,18 +431,23 @@ class Leader:
         silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
         is_late = now_s > present.since_s + self._timing.average_s
         self.round.late |= silent if is_late else set()
+        more = self._come_since(cut) & roster
         # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.
         is_of_old = epoch.id != cut.epoch and not silent
-        if not gone and not is_late and not is_of_old and not (present.blamed and not silent):
+        has_failed = bool(present.blamed or (more and present.most_s is None)) and not silent
+        if not gone and not is_late and not is_of_old and not has_failed:
             return
         attempt = cut.attempt + 1
         blamed: tuple[Signed[Blamed], ...] = ()
-        left = set(cut.seats) & set(ready) & roster - (silent if is_late else set())
+        left = (set(cut.seats) & set(ready) & roster - (silent if is_late else set())) | more
         if not gone and not silent:
             left_out, blamed = to_leave_out(epoch, cut, present.blamed)
             left -= left_out
             if len(blamed) > 1:
                 self.round.unreached |= left_out
+            else:  # of accuser and accused, all of their votes
+                votes = {epoch.vote_of(seat) for seat in left_out}
+                left = {seat for seat in left if epoch.vote_of(seat) not in votes}
         if attempt % MAX_TRIES == 0 or not left:
             blamed, left = (), set(ready) & roster - self.round.unreached
             if not epoch.is_divided and left:
@@ -446,3 +456,8 @@ class Leader:
             self._cut(now_s, epoch, base, sorted(left), attempt, blamed)
         else:
             self.round = Round(self.round.number)
+
+    def _come_since(self, cut: Cut) -> set[Seat]:
+        """The seats that have become ready since a cut was made, and so do not agree that it is made without them."""
+        ready, present = self.round.ready, self.round
+        return {seat for seat in ready.keys() - present.tried if not cut.root or ready[seat].root in ("", cut.root)}

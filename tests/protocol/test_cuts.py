@@ -7,7 +7,7 @@ import pytest
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Contribution, HandedOver, Have, Name, Part, base_of
+from swarm_peer.protocol.log import Close, Contribution, HandedOver, Have, Name, Part, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Ready, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
@@ -54,7 +54,37 @@ def test_nothing_is_cut_in_the_name_of_a_seat_that_never_had_a_place(leader):
     assert brought(leader, own, guest, ghost) == {own.name, guest.name, Name(MATE, 0)}
 
 
+def said(leader, *seats):
+    cut = leader.round.attempt.cut
+    for seat in seats:
+        leader.take_said(seat, Signed(Have(seat, ID, cut.hash, "digest"), b""))
+
+
+def test_a_seat_that_is_ready_after_a_cut_without_which_it_is_none_of_most_is_in_the_next(leader):
+    ready = leader.round.ready.pop(DIES)
+    del leader.round.ready[LIES]
+    leader._cut(0.0, BEFORE, BASE, [LEADS, MATE], 0)
+    said(leader, LEADS, MATE)
+    leader.take_ready(DIES, ready, 0.1)
+    leader._cut_again_after_failure(0.2, BEFORE, BASE, leader.round.attempt)
+    assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
+    said(leader, LEADS, MATE, DIES)
+    leader._member.closes[0] = Close(0, ())
+    assert leader._agreed(0.3, BEFORE, leader.round.attempt) is not None
+
+
+def test_a_leader_waits_for_most_tickets_even_where_it_is_not_patient_with_all(leader):
+    leader._patience.end_round(STAGE_1, {LIES, DIES})
+    late = {seat: leader.round.ready.pop(seat) for seat in (LIES, DIES)}
+    leader._cut_when_ready(0.1, BEFORE, BASE)
+    assert leader.round.attempt is None, "no entry follows from two of four tickets"
+    leader.take_ready(DIES, late[DIES], 0.2)
+    leader._cut_when_ready(0.2, BEFORE, BASE)
+    assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
+
+
 def test_a_cut_whose_quorum_an_epoch_has_changed_is_made_anew(leader):
+    leader.round.ready = {seat: leader.round.ready[seat] for seat in (LEADS, MATE)}
     leader._cut(0.0, BEFORE, BASE, [LEADS, MATE], 0)
     cut = leader.round.attempt.cut
     for seat in cut.seats:
