@@ -60,11 +60,13 @@ class Attempt:
 
     Attributes:
         most_s: when its entry was agreed
+        failed_s: when most of its members had said that they have no result
     """
 
     cut: Cut
     since_s: float
     most_s: float | None = None
+    failed_s: float | None = None
     said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
     blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
 
@@ -241,7 +243,7 @@ class Leader:
             self._cut_when_ready(now_s, epoch, base)
         else:
             if (committed := self._agreed(now_s, epoch, present.attempt)) is not None:
-                self._patience.end_round(epoch.roster(self._member.stage), present.late)
+                self._patience.end_round(epoch, epoch.roster(self._member.stage), present.late, present.unreached)
                 self._member.take_commit(committed)
                 return [Commit(committed)]
             self._cut_again_after_failure(now_s, epoch, base, present.attempt)
@@ -335,12 +337,14 @@ class Leader:
         # A seat that lacks much takes a state, which the next entry has to name first.
         far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
         far = far if present.number % FAR_WAITED_EVERY else set()
-        missing = self._patience.waited_for(roster) - set(present.ready) - far
+        missing = self._patience.waited_for(epoch, roster) - set(present.ready) - far
         # Those who are not waited for may be ready in a moment, and then they do not agree to be left out.
         has_most = not epoch.is_divided or epoch.is_quorum(present.ready, roster)
         if present.ready and ((has_most and not missing) or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
-            self._cut(now_s, epoch, base, list(present.ready), 0)
+            kept = set(present.ready) - self._patience.left_out(epoch, present.ready)
+            kept = kept if epoch.is_divided and epoch.is_quorum(kept, roster) else set(present.ready)
+            self._cut(now_s, epoch, base, sorted(kept), 0)
 
     def _cut(
         self,
@@ -416,7 +420,7 @@ class Leader:
             return None
         if present.most_s is None:
             present.most_s = now_s
-        others = self._patience.waited_for(seat for seat in cut.seats if have.get(seat) != entry.digest)
+        others = self._patience.waited_for(epoch, (seat for seat in cut.seats if have.get(seat) != entry.digest))
         others_s = max(self._timing.others_s, present.most_s - present.since_s)
         if others and now_s < present.most_s + others_s:
             return None
@@ -429,7 +433,12 @@ class Leader:
         roster = set(epoch.roster(self._member.stage))
         gone = set(cut.seats) - roster
         silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
+        if present.failed_s is None and epoch.is_quorum(present.blamed, cut.seats):
+            present.failed_s = now_s
         is_late = now_s > present.since_s + self._timing.average_s
+        if silent and present.failed_s is not None:
+            is_late |= now_s >= present.failed_s + max(self._timing.others_s, present.failed_s - present.since_s)
+            self.round.unreached |= silent if is_late else set()
         self.round.late |= silent if is_late else set()
         more = self._come_since(cut) & roster
         # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.

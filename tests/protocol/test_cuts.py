@@ -7,9 +7,9 @@ import pytest
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Close, Contribution, HandedOver, Have, Name, Part, base_of
+from swarm_peer.protocol.log import Blamed, Close, Contribution, HandedOver, Have, Name, Part, base_of
 from swarm_peer.protocol.member import Member
-from swarm_peer.protocol.messages import Ready, Timing
+from swarm_peer.protocol.messages import Blame, Ready, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
@@ -60,6 +60,11 @@ def said(leader, *seats):
         leader.take_said(seat, Signed(Have(seat, ID, cut.hash, "digest"), b""))
 
 
+def blames(leader, seat, *accused):
+    cut = leader.round.attempt.cut
+    leader.take_blame(seat, Blame(1, Signed(Blamed(seat, ID, cut.hash, accused), b"")))
+
+
 def test_a_seat_that_is_ready_after_a_cut_without_which_it_is_none_of_most_is_in_the_next(leader):
     ready = leader.round.ready.pop(DIES)
     del leader.round.ready[LIES]
@@ -74,12 +79,27 @@ def test_a_seat_that_is_ready_after_a_cut_without_which_it_is_none_of_most_is_in
 
 
 def test_a_leader_waits_for_most_tickets_even_where_it_is_not_patient_with_all(leader):
-    leader._patience.end_round(STAGE_1, {LIES, DIES})
+    leader._patience.end_round(BEFORE, STAGE_1, {LIES, DIES})
     late = {seat: leader.round.ready.pop(seat) for seat in (LIES, DIES)}
     leader._cut_when_ready(0.1, BEFORE, BASE)
     assert leader.round.attempt is None, "no entry follows from two of four tickets"
     leader.take_ready(DIES, late[DIES], 0.2)
     leader._cut_when_ready(0.2, BEFORE, BASE)
+    assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
+
+
+def test_who_says_nothing_while_most_have_no_result_is_left_out_soon_and_for_some_rounds(leader):
+    timing = Timing()
+    leader._cut_when_ready(0.0, BEFORE, BASE)
+    for seat in (LEADS, MATE, DIES):
+        blames(leader, seat, LIES)
+    leader._cut_again_after_failure(1.0, BEFORE, BASE, leader.round.attempt)
+    assert leader.round.attempt.cut.attempt == 0, "it may yet say whom it blames"
+    leader._cut_again_after_failure(1.0 + timing.others_s, BEFORE, BASE, leader.round.attempt)
+    assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
+    leader._patience.end_round(BEFORE, STAGE_1, leader.round.late, leader.round.unreached)
+    leader.round.attempt = None
+    leader._cut_when_ready(9.0, BEFORE, BASE)
     assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
 
 
