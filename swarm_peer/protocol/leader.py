@@ -409,7 +409,7 @@ class Leader:
         )
 
     def _agreed(self, now_s: float, epoch: Epoch, present: Attempt) -> Committed | None:
-        """The entry, once all members of the cut have the same result, or most have and the others had their time."""
+        """The entry, once most members of the cut have the same result, and the others spoke or had their time."""
         cut, agreement = present.cut, tuple(present.said.values())
         have = {seat: s.body.digest for seat, s in present.said.items() if isinstance(s.body, Have)}
         if (origin := self._context.epoch_of(cut.epoch)) is None:
@@ -420,7 +420,8 @@ class Leader:
             return None
         if present.most_s is None:
             present.most_s = now_s
-        others = self._patience.waited_for(epoch, (seat for seat in cut.seats if have.get(seat) != entry.digest))
+        silent = {seat for seat in cut.seats if have.get(seat) != entry.digest} - present.blamed.keys()
+        others = self._patience.waited_for(epoch, silent)
         others_s = max(self._timing.others_s, present.most_s - present.since_s)
         if others and now_s < present.most_s + others_s:
             return None

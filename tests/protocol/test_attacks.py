@@ -200,6 +200,8 @@ def test_accusations_cost_a_ticket_all_its_seats():
     seats = of_ticket("x", 5)
     stage = Stage(epoch_of(1, A, B, *seats), A, B)
     cut = stage.begin()
+    stage.members[B].failed(cut, frozenset(seats[:1]))
+    stage.leader.take_blame(B, Blame(0, stage.members[B].work.open[0].answer.failed))
     stage.say()
     for seat in seats:
         accused = (B,) if seat == seats[0] else ()

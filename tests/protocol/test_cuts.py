@@ -78,6 +78,15 @@ def test_a_seat_that_is_ready_after_a_cut_without_which_it_is_none_of_most_is_in
     assert leader._agreed(0.3, BEFORE, leader.round.attempt) is not None
 
 
+def test_what_most_have_is_an_entry_whomever_the_others_blame(leader):
+    leader._cut_when_ready(0.0, BEFORE, BASE)
+    leader._member.closes[0] = Close(0, ())
+    said(leader, LEADS, MATE, DIES)
+    assert leader._agreed(0.1, BEFORE, leader.round.attempt) is None, "one has yet to speak"
+    blames(leader, LIES, MATE)
+    assert leader._agreed(0.1, BEFORE, leader.round.attempt) is not None
+
+
 def test_a_leader_waits_for_most_tickets_even_where_it_is_not_patient_with_all(leader):
     leader._patience.end_round(BEFORE, STAGE_1, {LIES, DIES})
     late = {seat: leader.round.ready.pop(seat) for seat in (LIES, DIES)}
