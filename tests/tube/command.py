@@ -170,8 +170,9 @@ def liars(
 ) -> None:
     """Have one member lie, in each of these ways, and compare with the same seeds in which it is honest.
 
-    Pace is rounds of stage 0 for as long as faults strike, and `later` is the same once a leader that lies may be none
-    any more. Work is what the others have brought to all entries.
+    Pace is rounds of stage 0 for as long as faults strike. `later` is the same without what a leader may cost that does
+    nothing: if the liar leads at any time, the worst minute and a half and some, until it is none any more. Work is
+    what the others have brought to all entries.
 
     Args:
         kinds: of lies; all by default
@@ -197,9 +198,7 @@ def liars(
     for kind in kinds or LIES:
         pairs = [(known[f"{number}+{kind}"], known[f"{number}+{HONEST}"]) for number in numbers]
         found = [outcome for outcome, _ in pairs]
-        paces = [_of_honest(*pair, 0.0, is_pace=True) for pair in pairs]
-        works = [_of_honest(*pair, 0.0, is_pace=False) for pair in pairs]
-        later = [_of_honest(outcome, honest, outcome.price_s, is_pace=True) for outcome, honest in pairs]
+        paces, later, works = ([call(*pair) for pair in pairs] for call in (_pace, _later_pace, _work))
         violated = sum(bool(outcome.violations) for outcome in found)
         has_failed |= min(later) < LEAST_PACE or bool(violated)
         told, rewinds = sum(outcome.told for outcome in found), sum(outcome.rewinds for outcome in found)
@@ -219,27 +218,42 @@ def _run_logged(seed: str, logs: Path | None) -> Outcome:
 
 def _of_one(outcome: Outcome, honest: Outcome) -> str:
     """A line about a schedule in which one member lies."""
-    pace = _of_honest(outcome, honest, 0.0, is_pace=True)
-    later = _of_honest(outcome, honest, outcome.price_s, is_pace=True)
-    work = _of_honest(outcome, honest, 0.0, is_pace=False)
+    pace, later, work = _pace(outcome, honest), _later_pace(outcome, honest), _work(outcome, honest)
     is_wrong = outcome.violations or later < LEAST_PACE
     lines = [violation.splitlines()[0][:300] for violation in outcome.violations[:2]]
     about = f"told {outcome.told}, pace {pace:.2f}, later {later:.2f}, work {work:.2f}, {outcome.cpu_s:.0f} CPU s"
     return "\n  ".join([f"{outcome.seed}: {about}{' WRONG' if is_wrong else ''}", *lines])
 
 
-def _of_honest(outcome: Outcome, honest: Outcome, after_s: float, *, is_pace: bool) -> float:
-    """The part of the pace, or of the others' work, that is left beside a liar."""
+def _inside(outcome: Outcome) -> list[tuple[float, int, dict[str, int]]]:
+    """The entries for as long as faults strike."""
+    begun_s = Schedule.draw(outcome.seed).first_s
+    return [entry for entry in outcome.entries if begun_s <= entry[0] < begun_s + LIES_S]
 
-    def sums(of: Outcome) -> int:
-        begun_s = Schedule.draw(of.seed).first_s
-        names = {name.partition("'")[0] for name in outcome.liars}
-        inside = [entry for entry in of.entries if begun_s + after_s <= entry[0] < begun_s + LIES_S]
-        if is_pace:
-            return sum(stage == 0 for _, stage, _ in inside)
-        return sum(num for _, _, held in inside for name, num in held.items() if name not in names)
 
-    return sums(outcome) / max(sums(honest), 1)
+def _pace(outcome: Outcome, honest: Outcome, since_s: float = 0.0, until_s: float = 0.0) -> float:
+    """The part of the pace that is left beside a liar, but for what is between these times."""
+    now, before = (
+        sum(stage == 0 and not since_s <= at_s < until_s for at_s, stage, _ in _inside(each))
+        for each in (outcome, honest)
+    )
+    return now / max(before, 1)
+
+
+def _later_pace(outcome: Outcome, honest: Outcome) -> float:
+    """The same, but for the time that the liar may cost once, where it costs most."""
+    since = [Schedule.draw(outcome.seed).first_s, *(at_s for at_s, stage, _ in _inside(outcome) if stage == 0)]
+    return max(_pace(outcome, honest, since_s, since_s + outcome.price_s) for since_s in since)
+
+
+def _work(outcome: Outcome, honest: Outcome) -> float:
+    """The part that is left of what the others have brought."""
+    liars = {name.partition("'")[0] for name in outcome.liars}
+    now, before = (
+        sum(num for _, _, held in _inside(each) for name, num in held.items() if name not in liars)
+        for each in (outcome, honest)
+    )
+    return now / max(before, 1)
 
 
 def _run(todo: Sequence[str], processes: int) -> Iterator[Outcome]:

@@ -94,7 +94,7 @@ class Liar:
     Attributes:
         stage: that it serves; None for any
         leads: whether it leads its stage as it begins; None for either
-        price_s: how long the others may lose pace: to be rid of a leader that does nothing takes so long
+        price_s: how long the others may lose pace, if it has led: to be rid of a leader that does nothing takes so long
         unearned: samples of a round that may be believed though nobody has computed them
         told: how many lies it has told
     """
@@ -126,8 +126,6 @@ class Liar:
         if not able:
             return False
         self.host = self.rng.choice(able)
-        if self._leads(self.host):
-            self.price_s = DEPOSED_S
         self.tube.world.liars.append(self.host)
         self.tube.world.note("lies from now on", self.host, type(self).__name__)
         return True
@@ -142,15 +140,12 @@ class Liar:
                 return True
         return False
 
-    @staticmethod
-    def _leads(host: Host) -> bool:
-        return host.agreement is not None and bool(host.agreement.core.leaders)
-
     @contextmanager
     def lying(self) -> Iterator[None]:
         """While the context is open, it lies."""
 
         def tick(call: Any, core: Core, now_s: float) -> list[Sent]:
+            self.price_s = DEPOSED_S if core.leaders else self.price_s
             sent = self._changed(core, call(now_s))
             if now_s >= self._next_s:
                 self._next_s = now_s + EVERY_S
