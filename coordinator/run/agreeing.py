@@ -252,7 +252,7 @@ class Agreeing:
         """Have the run go on from a restart, by the run key; all keep their places."""
         term = int(self._context.clock.unix_s())
         self.agreement.announce_by_key(self.membership.epoch.places, restart, least_term=term)
-        self.beginning = restart
+        self.beginning = self.membership.epoch.restart
 
     async def run(self) -> None:
         """Take part, until cancelled."""
@@ -337,12 +337,15 @@ def _come(context: KeyContext, known: Kept | None, start: Start, *, is_alone: bo
         if restart.first_round <= latest.first_round:
             rules = rules_of(context.resolved.manifest)
             restart = rules.restart(latest.first_round, restart.optimizer_step, restart.entries)
-    term = max(int(now_s), after_term + 1)
-    return _Come(Kept(restart, (_made(context, life, term, restart),)), life)
+    made = _made(context, life, max(int(now_s), after_term + 1), restart)
+    return _Come(Kept(made.epoch.restart, (made,)), life)
 
 
 def _made(context: KeyContext, life: int, term: int, restart: Restart, begun: tuple[int, ...] = ()) -> Certified:
     """The first epoch of a term, in which this coordinator is alone."""
     me = Seat(context.identity.peer_id, life, context.ticket.own)
-    epoch = Epoch(EpochId(term, me, 0), (Place(COORDINATORS, me),), restart, begun)
+    new_id = EpochId(term, me, 0)
+    if restart.epoch is None and restart != BEGINNING:
+        restart = restart._replace(epoch=new_id)
+    epoch = Epoch(new_id, (Place(COORDINATORS, me),), restart, begun)
     return Certified(epoch, (Statements(context.run_id, context.run_key).sign(KeySigned(epoch.hash)),))

@@ -54,11 +54,14 @@ class Restart(NamedTuple):
         first_round: round that follows; above all rounds of the time before
         optimizer_step: that the weights have then
         entries: for each stage, the hash of the entry that names the snapshot; empty for the initial weights
+        epoch: that has begun it: two sides of a run may choose the same rounds and snapshots, and go on otherwise; None
+            for a run's first epoch
     """
 
     first_round: int
     optimizer_step: int
     entries: tuple[str, ...] = ()
+    epoch: EpochId | None = None
 
 
 # The initial weights.
@@ -240,6 +243,10 @@ def next_epoch(
     places = _without_the_gone(epoch, sound, joins, silent)
     places = _without_lead_of_the_stuck(epoch, places, sound)
     restart, begun = epoch.restart, set(epoch.begun)
+    if new_id is not None and begun:
+        # The holder of the run key may know an old epoch: other stages may have begun since.
+        begun = set(range(rules.num_stages))
+    new_id, is_due = new_id or epoch.id.next(), new_id is not None
     for wish in joins:
         others = any(place.stage == wish.stage for place in places)
         # Nobody can say of the only seat of a stage whether it has the state; where tickets vote, it is not believed.
@@ -250,13 +257,13 @@ def next_epoch(
             if wish.stage in begun:
                 if (begins := choose_restart(epoch, sound, rules)) is None:
                     continue
-                restart, begun = begins, {place.stage for place in places} - {COORDINATORS}
+                restart, begun = begins._replace(epoch=new_id), {place.stage for place in places} - {COORDINATORS}
         if Place(wish.stage, wish.author) not in places:
             places.append(Place(wish.stage, wish.author))
             begun |= {wish.stage} - {COORDINATORS}
-    if (tuple(places), restart) == (epoch.places, epoch.restart) and new_id is None:
+    if (tuple(places), restart) == (epoch.places, epoch.restart) and not is_due:
         return None
-    return Epoch(new_id or epoch.id.next(), tuple(places), restart, tuple(sorted(begun)))
+    return Epoch(new_id, tuple(places), restart, tuple(sorted(begun)))
 
 
 def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:

@@ -422,7 +422,7 @@ class Membership:
         """Have the run go on from a restart, with these places, in a term of the run key; returns what to send."""
         places, new_id = tuple(places), EpochId(max(self.epoch.id.term + 1, least_term), self.me, 0)
         begun = tuple(sorted({place.stage for place in places} - {COORDINATORS}))
-        self._announce_as_key(Epoch(new_id, places, restart, begun))
+        self._announce_as_key(Epoch(new_id, places, restart._replace(epoch=new_id), begun))
         return self._take_out()
 
     def _announce_as_key(self, epoch: Epoch) -> None:

@@ -140,7 +140,7 @@ def test_a_lost_stage_waits_without_snapshots():
 def test_the_newest_snapshot_of_all_stages_is_where_it_begins_anew():
     offers = [offer(A, 34, (30, 0), (30, 1), (20, 0), (20, 1)), offer(D, 35, (35, 0), (20, 1), round_number=41)]
     found = next_epoch(LOST, [fresh(E, 1), *offers], RULES)
-    assert found.restart == Restart(42, 30, ("30/0", "30/1"))
+    assert found.restart == Restart(42, 30, ("30/0", "30/1"), found.id)
     assert (found.leader(1), found.begun) == (E, (0, 1))
     assert next_epoch(found, [], RULES) is None
 
@@ -152,7 +152,7 @@ def test_the_snapshots_of_a_restart_are_of_one_base():
     own, left_behind = ((20, 0, "new"), (20, 1, "new"), (30, 0, "new")), ((30, 1, "old"), (20, 0, "old"))
     offers = [Offer(A, ID, 34, 30, held(*own)), Offer(D, ID, 30, 30, held(*left_behind))]
     found = next_epoch(LOST, [fresh(E, 1), *offers], RULES)
-    assert found.restart == Restart(35, 20, ("new/20/0", "new/20/1"))
+    assert found.restart == Restart(35, 20, ("new/20/0", "new/20/1"), found.id)
     both = [Offer(seat, ID, 34, 30, held(*own)) for seat in (A, D)]
     other = Offer(C, ID, 30, 30, held((20, 0, "old"), (20, 1, "old")))
     found = next_epoch(LOST, [fresh(E, 1), other, *both], RULES)
@@ -160,7 +160,7 @@ def test_the_snapshots_of_a_restart_are_of_one_base():
 
 
 def test_a_run_of_few_steps_begins_with_its_initial_weights():
-    assert next_epoch(LOST, [fresh(E, 1), offer(A, 5)], RULES).restart == Restart(6, 0)
+    assert next_epoch(LOST, [fresh(E, 1), offer(A, 5)], RULES).restart == Restart(6, 0, (), ID.next())
     assert next_epoch(LOST, [fresh(E, 1), offer(A, 6)], RULES) is None
 
 
@@ -180,13 +180,13 @@ def test_who_has_no_state_joins_no_stage_that_others_serve():
     epoch = epoch_of((0, A), (1, B))
     assert next_epoch(epoch, [fresh(E, 1)], RULES) is None
     begins = next_epoch(epoch, [fresh(E, 1), Leave(B, ID, 1), offer(A, 2)], RULES)
-    assert (begins.restart, begins.leader(1)) == (Restart(3, 0), E)
+    assert (begins.restart, begins.leader(1)) == (Restart(3, 0, (), ID.next()), E)
 
 
 def test_an_older_life_leaves_no_state_to_a_later_one():
     again = B._replace(life=2)
     found = next_epoch(epoch_of((0, A), (1, B)), [fresh(again, 1), offer(A, 2)], RULES)
-    assert (found.restart, found.roster(1)) == (Restart(3, 0), (again,))
+    assert (found.restart, found.roster(1)) == (Restart(3, 0, (), ID.next()), (again,))
 
 
 # --- certificates
@@ -221,3 +221,19 @@ def test_the_run_keys_signature_is_about_one_epoch():
     child = next_epoch(FOUR, [join(E, 0)], RULES)
     assert Certified(child, (Signed(KeySigned(child.hash), b""),)).is_of_key
     assert not Certified(child, (Signed(KeySigned(FOUR.hash), b""),)).is_of_key
+
+
+def test_two_sides_that_choose_the_same_rounds_and_snapshots_begin_anew_each_for_itself():
+    wishes = [fresh(E, 1), offer(A, 5)]
+    here, there = (next_epoch(LOST, wishes, RULES, new_id=new_id) for new_id in (None, EpochId(2, C, 0)))
+    assert here.restart[:3] == there.restart[:3]
+    assert here.restart != there.restart
+
+
+def test_the_run_key_takes_all_stages_for_begun():
+    """It may know an old epoch: a seat of a stage that has begun since has to go back with the others."""
+    before = epoch_of((COORDINATORS, C), (0, A), begun=(0,))
+    found = next_epoch(before, [], RULES, new_id=EpochId(2, C, 0))
+    assert (found.begun, found.lost) == ((0, 1), (1,))
+    nothing = epoch_of((COORDINATORS, C), begun=())
+    assert next_epoch(nothing, [], RULES, new_id=EpochId(2, C, 0)).begun == (), "nobody has made a round"

@@ -246,12 +246,13 @@ async def test_a_run_that_is_resumed_begins_a_later_term(tmp_path):
         restart = Restart(30, 20, ("a", "b"))
         resumed = await some.open(context_of(now=900.0), tmp_path / "b", Start(resume=restart))
         epoch = resumed.membership.epoch
-        assert (epoch.id.term, epoch.restart, epoch.begun, resumed.begun_s) == (1001, restart, (), 1001)
-        await until(peer, lambda: peer.core.epoch.restart == restart and 0 in peer.core.membership.stages)
-        await until(part, lambda: part.beginning == restart)
-        await written(tmp_path / "a", lambda kept: kept.beginning == restart)
+        assert (epoch.id.term, epoch.begun, resumed.begun_s) == (1001, (), 1001)
+        assert epoch.restart == restart._replace(epoch=epoch.id)
+        await until(peer, lambda: peer.core.epoch.restart[:3] == restart[:3] and 0 in peer.core.membership.stages)
+        await until(part, lambda: part.beginning[:3] == restart[:3])
+        await written(tmp_path / "a", lambda kept: kept.beginning[:3] == restart[:3])
         again = await some.open(context_of(now=900.0), tmp_path / "c", Start(resume=restart))
-        assert again.membership.epoch.restart == Restart(31, 20, ("a", "b")), "above all rounds that are known"
+        assert again.membership.epoch.restart[:3] == (31, 20, ("a", "b")), "above all rounds that are known"
 
 
 async def test_who_is_told_a_later_beginning_believes_it(tmp_path):
@@ -261,7 +262,7 @@ async def test_who_is_told_a_later_beginning_believes_it(tmp_path):
         some.kill(context.identity)
         await some.open(context_of(), tmp_path / "b", Start(resume=Restart(30, 20)))
         part = await some.open(context, tmp_path / "a", Start(True))
-        assert part.beginning == Restart(30, 20)
+        assert part.beginning[:3] == (30, 20, ())
 
 
 async def written(folder, condition):
