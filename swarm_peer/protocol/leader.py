@@ -338,8 +338,9 @@ class Leader:
         far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
         far = far if present.number % FAR_WAITED_EVERY else set()
         missing = self._patience.waited_for(epoch, roster) - set(present.ready) - far
-        # Those who are not waited for may be ready in a moment, and then they do not agree to be left out.
-        has_most = not epoch.is_divided or epoch.is_quorum(present.ready, roster)
+        # Those who are not waited for may be ready in a moment, and then they do not agree to be left out, as those do
+        # that lack much.
+        has_most = not epoch.is_divided or epoch.is_quorum(present.ready.keys() | far, roster)
         if present.ready and ((has_most and not missing) or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
             kept = set(present.ready) - self._patience.left_out(epoch, present.ready)

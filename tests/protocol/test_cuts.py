@@ -97,6 +97,15 @@ def test_a_leader_waits_for_most_tickets_even_where_it_is_not_patient_with_all(l
     assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
 
 
+def test_a_leader_does_not_wait_for_those_that_lack_much(leader):
+    leader.round.number = 1
+    for seat in (LIES, DIES):
+        leader.round.far[seat] = 0.0
+        del leader.round.ready[seat]
+    leader._cut_when_ready(0.1, BEFORE, BASE)
+    assert set(leader.round.attempt.cut.seats) == {LEADS, MATE}, "the others agree to be left out"
+
+
 def test_who_says_nothing_while_most_have_no_result_is_left_out_soon_and_for_some_rounds(leader):
     timing = Timing()
     leader._cut_when_ready(0.0, BEFORE, BASE)
