@@ -448,6 +448,7 @@ class Leader:
         has_failed = bool(present.blamed or (more and present.most_s is None)) and not silent
         if not gone and not is_late and not is_of_old and not has_failed:
             return
+        self.round.tried |= more
         attempt = cut.attempt + 1
         blamed: tuple[Signed[Blamed], ...] = ()
         left = (set(cut.seats) & set(ready) & roster - (silent if is_late else set())) | more
