@@ -61,12 +61,14 @@ class Attempt:
     Attributes:
         most_s: when its entry was agreed
         failed_s: when most of its members had said that they have no result
+        left_out: those with whom most averaged the one before in vain
     """
 
     cut: Cut
     since_s: float
     most_s: float | None = None
     failed_s: float | None = None
+    left_out: set[Seat] = field(default_factory=set)
     said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
     blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
 
@@ -243,7 +245,8 @@ class Leader:
             self._cut_when_ready(now_s, epoch, base)
         else:
             if (committed := self._agreed(now_s, epoch, present.attempt)) is not None:
-                self._patience.end_round(epoch, epoch.roster(self._member.stage), present.late, present.unreached)
+                roster = epoch.roster(self._member.stage)
+                self._patience.end_round(epoch, roster, present.late, present.attempt.left_out)
                 self._member.take_commit(committed)
                 return [Commit(committed)]
             self._cut_again_after_failure(now_s, epoch, base, present.attempt)
@@ -435,12 +438,13 @@ class Leader:
         roster = set(epoch.roster(self._member.stage))
         gone = set(cut.seats) - roster
         silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
+        unreached = set[Seat]()
         if present.failed_s is None and epoch.is_quorum(present.blamed, cut.seats):
             present.failed_s = now_s
         is_late = now_s > present.since_s + self._timing.average_s
         if silent and present.failed_s is not None:
             is_late |= now_s >= present.failed_s + max(self._timing.others_s, present.failed_s - present.since_s)
-            self.round.unreached |= silent if is_late else set()
+            unreached |= silent if is_late else set()
         self.round.late |= silent if is_late else set()
         more = self._come_since(cut) & roster
         # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.
@@ -456,16 +460,21 @@ class Leader:
             left_out, blamed = to_leave_out(epoch, cut, present.blamed)
             left -= left_out
             if len(blamed) > 1:
-                self.round.unreached |= left_out
+                unreached |= left_out
             else:  # of accuser and accused, all of their votes
                 votes = {epoch.vote_of(seat) for seat in left_out}
                 left = {seat for seat in left if epoch.vote_of(seat) not in votes}
+        self.round.unreached |= unreached
         if attempt % MAX_TRIES == 0 or not left:
             blamed, left = (), set(ready) & roster - self.round.unreached
+            if epoch.is_divided and not epoch.is_quorum(left, roster):  # who is not accused does not agree to it
+                left, self.round.unreached = set(ready) & roster, set()
             if not epoch.is_divided and left:
                 left = {max(left, key=lambda seat: (ready[seat].part.weight, seat))}
         if left:
             self._cut(now_s, epoch, base, sorted(left), attempt, blamed)
+            if self.round.attempt is not None and self.round.attempt is not present:
+                self.round.attempt.left_out = unreached
         else:
             self.round = Round(self.round.number)
 
