@@ -36,7 +36,7 @@ from swarm_peer.protocol.work import Answer, OpenRound, RoundContext, Work
 # Entries that a member tells of its log: a leader that lacks more takes a state.
 TOLD_ENTRIES = 4
 # Cuts that a leader may make of one round before each further one is no sign of life, and signatures that are kept.
-MAX_FAIR_CUTS, MAX_SIGNED = 3, 64
+MAX_FAIR_CUTS, MAX_SIGNED = 1, 64
 
 
 class Member:

@@ -1,5 +1,6 @@
 """What readers of the core have found: the sequence of messages that led to each, in a stage of a few seats."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -212,6 +213,17 @@ def test_accusations_cost_a_ticket_all_its_seats():
     stage.tick()
     [committed] = stage.leads.log.committed
     assert {type(each.body) for each in committed.agreement} == {Have, Pass}, "the accused agrees to be left out"
+
+
+def test_further_cuts_of_a_round_are_no_signs_of_life_of_its_leader():
+    stage = Stage(epoch_of(1, A, B, X), A, B)
+    cut, member = stage.begin(), stage.members[B]
+    waits_for = member.waits_for
+    for attempt in range(1, 4):
+        member.take_cut(replace(cut, attempt=attempt))
+        assert member.averaging is not None
+        assert member.averaging.attempt == attempt
+        assert member.waits_for == waits_for
 
 
 def test_all_whom_nobody_reaches_are_left_out_for_the_round():
