@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import MIN_TICKETS, Certified, Epoch
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Close, Committed, Done, EpochOf, Log, Most
+from swarm_peer.protocol.log import Close, Done, EpochOf, Log, Most
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import (
@@ -37,6 +37,7 @@ from swarm_peer.protocol.messages import (
     Status,
     WantHead,
     WantRoot,
+    epochs_in,
 )
 from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.protocol.work import RoundContext
@@ -147,30 +148,6 @@ class RoundRules:
         if not epoch.is_divided or len({each.ticket for each in roster}) < MIN_TICKETS:
             return self.batch
         return math.ceil(self.batch * sum(each.ticket == seat.ticket for each in roster) / len(roster))
-
-
-def epochs_in(body: Rounds) -> set[EpochId]:
-    """The epochs that a message's statements are about."""
-    entries, closes, cuts = tuple[Committed, ...](), list[Close](), set[EpochId]()
-    match body:
-        case Close():
-            closes = [body]
-        case Cutting(cut):
-            cuts = {cut.epoch, *(signed.body.epoch for part in cut.parts for signed in part.given)}
-        case Ready():
-            cuts = {signed.body.epoch for signed in body.part.given}
-        case Commit(committed) | Evidence(committed):
-            entries = (committed,)
-        case Entries():
-            entries = body.committed if body.lost is None else (*body.committed, body.lost)
-        case Head():
-            entries = body.committed
-        case Status():
-            entries, closes = body.committed, list(body.closes)
-    closes += [committed.close for committed in entries]
-    cuts |= {committed.entry.cut.epoch for committed in entries}
-    counts = [signed.body for close in closes for signed in close.counts]
-    return cuts | {done.epoch for done in counts} | {each.body.epoch for done in counts for each in done.receipts}
 
 
 class Core:
@@ -438,46 +415,54 @@ class Core:
         leader, member = self.leaders.get(stage), self.members[stage]
         if leader is None:
             return []
-        for own in member.sayings(self.epoch):
-            if isinstance(own, Counted):
-                answer = leader.take_counted(self.membership.me, own, self.epoch, now_s)
-                if isinstance(answer, Granted):
-                    member.take_grant(answer.grant)
-            elif isinstance(own, Ready):
-                leader.take_ready(self.membership.me, own, now_s)
-            elif isinstance(own, Said):
-                leader.take_said(self.membership.me, own.statement)
-            elif isinstance(own, Blame):
-                leader.take_blame(self.membership.me, own)
+        self._hear_itself(now_s, leader, member)
         said = leader.tick(now_s, self.epoch, self.membership.has_lease(now_s))
         for own in said:
             if isinstance(own, Cutting):
                 member.take_cut(own.cut)
             elif isinstance(own, Begin):
                 member.take_base(own.round, own.base, own.is_rooted)
-        sent = list[Sent]()
         is_new = said != self._spoken.get(stage)
         self._spoken[stage] = said
-        if is_new or resends:
-            members = self.epoch.roster(stage)
-            others = [seat for seat in members if seat != self.membership.me]
-            told = [(seat, body) for body in said for seat in others if is_new or leader.is_awaited(seat, body)]
-            sent += [(seat.peer, self._message(body)) for seat, body in told]
-            for body in said if stage == 0 else ():
-                if isinstance(body, Close):
-                    leaders = [seat for seat in self._stage_leaders() if seat not in members]
-                    sent += [(seat.peer, self._message(body)) for seat in leaders]
+        sent = self._to_members(stage, leader, said, is_new=is_new) if is_new or resends else []
         if (resends or is_new) and leader.is_synced:
-            head = member.head()
-            for other_stage, other in self.leaders.items():
-                if other_stage != stage:
-                    other.take_head(self.membership.me, head)
-            others = [seat for seat in self._stage_leaders() if seat != self.membership.me]
-            sent += [(seat.peer, self._message(head)) for seat in others]
+            sent += self._to_leaders(stage, member.head())
         for other_stage in leader.asks_for_heads(self.epoch, now_s) if resends else ():
-            wanted = self._message(WantHead(other_stage))
-            sent += [(seat.peer, wanted) for seat in self.epoch.roster(other_stage) if seat != self.membership.me]
+            sent += self._to_seats(self.epoch.roster(other_stage), WantHead(other_stage))
         return sent
+
+    def _hear_itself(self, now_s: float, leader: Leader, member: Member) -> None:
+        """A leader is a member of its stage as well."""
+        me = self.membership.me
+        for own in member.sayings(self.epoch):
+            if isinstance(own, Counted):
+                answer = leader.take_counted(me, own, self.epoch, now_s)
+                if isinstance(answer, Granted):
+                    member.take_grant(answer.grant)
+            elif isinstance(own, Ready):
+                leader.take_ready(me, own, now_s)
+            elif isinstance(own, Said):
+                leader.take_said(me, own.statement)
+            elif isinstance(own, Blame):
+                leader.take_blame(me, own)
+
+    def _to_members(self, stage: int, leader: Leader, said: list[Body], *, is_new: bool) -> list[Sent]:
+        """A leader says this to its members, and the end of a round to the leaders of other stages as well."""
+        members, sent = self.epoch.roster(stage), list[Sent]()
+        for body in said:
+            sent += self._to_seats((seat for seat in members if is_new or leader.is_awaited(seat, body)), body)
+            if stage == 0 and isinstance(body, Close):
+                sent += self._to_seats((seat for seat in self._stage_leaders() if seat not in members), body)
+        return sent
+
+    def _to_leaders(self, stage: int, head: Head) -> list[Sent]:
+        for other_stage, other in self.leaders.items():
+            if other_stage != stage:
+                other.take_head(self.membership.me, head)
+        return self._to_seats(self._stage_leaders(), head)
+
+    def _to_seats(self, seats: Iterable[Seat], body: Body) -> list[Sent]:
+        return [(seat.peer, self._message(body)) for seat in seats if seat != self.membership.me]
 
     def _speak(self, stage: int, resends: bool) -> list[Sent]:
         leader = self.epoch.leader(stage)

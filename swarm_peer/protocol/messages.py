@@ -239,6 +239,30 @@ Rounds = Batches | Stages | Ready | Cutting | Said | Blame | Commit
 Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | Recall | News | Rounds
 
 
+def epochs_in(body: Rounds) -> set[EpochId]:
+    """The epochs that a message's statements are about."""
+    entries, closes, cuts = tuple[Committed, ...](), list[Close](), set[EpochId]()
+    match body:
+        case Close():
+            closes = [body]
+        case Cutting(cut):
+            cuts = {cut.epoch, *(signed.body.epoch for part in cut.parts for signed in part.given)}
+        case Ready():
+            cuts = {signed.body.epoch for signed in body.part.given}
+        case Commit(committed) | Evidence(committed):
+            entries = (committed,)
+        case Entries():
+            entries = body.committed if body.lost is None else (*body.committed, body.lost)
+        case Head():
+            entries = body.committed
+        case Status():
+            entries, closes = body.committed, list(body.closes)
+    closes += [committed.close for committed in entries]
+    cuts |= {committed.entry.cut.epoch for committed in entries}
+    counts = [signed.body for close in closes for signed in close.counts]
+    return cuts | {done.epoch for done in counts} | {each.body.epoch for done in counts for each in done.receipts}
+
+
 @dataclass(frozen=True)
 class Message:
     """A message of one seat to another peer.

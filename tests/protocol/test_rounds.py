@@ -43,6 +43,6 @@ def test_walks_find_mistakes(mistakes):
 
 @pytest.mark.parametrize("kind", liars.KINDS, ids=lambda kind: kind.__name__)
 def test_one_member_that_lies_stops_nothing_and_nothing_goes_back(kind):
-    world = liars.run(0, kind)
+    world = liars.run(3, kind)
     assert world.counts["rounds"] > 10
     assert all(epoch.restart.first_round == 0 for epoch in world.epochs.values())
