@@ -146,7 +146,10 @@ def small_swarms(draw):
 @given(small_swarms())
 @settings(max_examples=200, deadline=None)
 def test_no_plan_holds_a_move_that_it_can_do_without(situation):
-    """No part of the moves, none of them included, does as well as all; nor does one move in the place of a swap."""
+    """No part of the moves, none of them included, does as well as all; nor does one move in the place of a swap.
+
+    Parts that begin badly are no choice: they would be planned anew before they end.
+    """
     view, params = situation
     search = MoveSearch(view, params, 0.0)
     plan = search.best()
@@ -157,6 +160,8 @@ def test_no_plan_holds_a_move_that_it_can_do_without(situation):
     for count in range(len(pairs)):
         for part in itertools.combinations(pairs, count):
             shorter = search.schedule(part)
+            if not search._begins_well(shorter):
+                continue
             assert shorter.merit - nothing < gain * (1 - 1e-9)
             assert min(shorter.capacity) < min(plan.capacity) * (1 - 0.3 * params.least_gain)
     for swap in itertools.combinations(plan.moves, 2):
@@ -168,7 +173,7 @@ def test_no_plan_holds_a_move_that_it_can_do_without(situation):
         for number, mover in enumerate(search.movers):
             if mover.stage in stages and number not in taken:
                 one_move = search.schedule((*others, (number, stages[mover.stage])))
-                assert one_move.merit - nothing < gain * (1 - 1e-9)
+                assert not search._begins_well(one_move) or one_move.merit - nothing < gain * (1 - 1e-9)
 
 
 def test_one_move_is_made_where_two_nearly_equal_peers_would_change_places_for_nothing():

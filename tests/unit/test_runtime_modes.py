@@ -95,6 +95,7 @@ def test_who_leaves_gives_all_that_it_has_computed(averaging, stage):
         hall = hall_of(averaging)
         async with swarm(hall.work, hall.resolved) as some:
             first, more = await two_of_each(some, hall)
+            await until([more[stage]], lambda _: any(len(cut.seats) == 2 for cut in hall.cuts()), 60)
             await until([more[stage]], partial(is_at_work, stage, period), 60)
             leaver = hall.rigs[more[stage].identity.peer_id]
             number = leaver.driver.member.log.next_round
