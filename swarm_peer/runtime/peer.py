@@ -357,7 +357,9 @@ class Peer:
     async def _leave(self, replica: Replica) -> None:
         """Finish microbatches in flight, hand the gradient to a stage-mate, and tell others that this peer is gone."""
         with anyio.move_on_after(self._options.grace_s / 2):
-            await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
+            # A peer that was joining may serve by now, and take this one's work.
+            async with self._directory.kept_fresh([replica.stage]):
+                await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
         is_serving = self._lifecycle.state is PeerState.SERVING
         if is_serving and self._lifecycle.has_ended and not self._metrics.run_is_over and not replica.stage_mates():
             text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
