@@ -1,3 +1,4 @@
+import contextlib
 from types import SimpleNamespace
 
 import anyio
@@ -167,13 +168,18 @@ async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplo
     peer._context = make_context(MANIFEST, options=OPTIONS, clock=MovedClock())
     peer._options, peer._metrics, peer._me = OPTIONS, peer._context.metrics, "me"
     peer._metrics.run_is_over = run_is_over
-    peer._directory = SimpleNamespace(announce=nothing, view=SwarmView(2, ()))
+    kept_fresh = contextlib.asynccontextmanager(kept_as_it_is)
+    peer._directory = SimpleNamespace(announce=nothing, view=SwarmView(2, ()), kept_fresh=kept_fresh)
     peer._lifecycle = Lifecycle(peer._context.clock)
     if serves:
         peer._lifecycle.enter(PeerState.SERVING)
     peer._lifecycle.end()
     await peer._leave(leaving(mates, nothing))
     assert ("leaves_alone stage=1" in caplog.text) == is_told
+
+
+async def kept_as_it_is(stages):
+    yield
 
 
 def leaving(mates, nothing):
