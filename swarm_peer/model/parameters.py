@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name, in the order of the module's own.
 
-    A parameter that is frozen (`requires_grad` is False) is not among them. Nor is any buffer: a family's follow from
-    the config, and those of a frozen base belong to the base.
+    It leaves out frozen parameters (`requires_grad` is False) and all buffers: a model family makes its own from the
+    config, and those of a frozen base belong to the base.
     """
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 

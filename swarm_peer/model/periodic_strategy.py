@@ -19,9 +19,10 @@ class InnerStepsStrategy(RoundStrategy):
     mean difference between them and the replicas' weights is the gradient of a Nesterov step on them, and all replicas
     go on from the result.
 
-    Stage-mates hold outer weights and momentum alike: these are what a state has, and what its root is of. The
-    optimizer's state is each replica's own, lasts over periods, and is in a state as well. Whoever takes one over in
-    the middle of a period begins with the outer weights, so a replica's difference is what it has computed itself. A
+    Stage-mates hold outer weights and momentum alike: these are what a state has, and what its root is of. Each
+    replica has an optimizer's state of its own, which lasts over periods, and puts it into a state as well. A newcomer
+    that takes one over in the middle of a period begins with the outer weights, so its difference is what it has
+    computed itself. A
     replica that leaves gives its difference away, and never a gradient: stage-mates have other weights.
     """
 

@@ -237,16 +237,17 @@ def next_epoch(
         silent: seats that are put out by word of the run key
     """
     sound = {wish for wish in wishes if is_sound(wish, epoch, rules)}
-    if not sound and new_id is None:
+    is_of_key = new_id is not None
+    if not sound and not is_of_key:
         return None
+    new_id = new_id or epoch.id.next()
     joins = _joins(sound)
     places = _without_the_gone(epoch, sound, joins, silent)
     places = _without_lead_of_the_stuck(epoch, places, sound)
     restart, begun = epoch.restart, set(epoch.begun)
-    if new_id is not None and begun:
+    if is_of_key and begun:
         # The holder of the run key may know an old epoch: other stages may have begun since.
         begun = set(range(rules.num_stages))
-    new_id, is_due = new_id or epoch.id.next(), new_id is not None
     for wish in joins:
         others = any(place.stage == wish.stage for place in places)
         # Nobody can say of the only seat of a stage whether it has the state; where tickets vote, it is not believed.
@@ -261,7 +262,7 @@ def next_epoch(
         if Place(wish.stage, wish.author) not in places:
             places.append(Place(wish.stage, wish.author))
             begun |= {wish.stage} - {COORDINATORS}
-    if (tuple(places), restart) == (epoch.places, epoch.restart) and not is_due:
+    if (tuple(places), restart) == (epoch.places, epoch.restart) and not is_of_key:
         return None
     return Epoch(new_id, tuple(places), restart, tuple(sorted(begun)))
 

@@ -5,6 +5,7 @@ It decides nothing that its members do not sign. The member's part of the same s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from swarm_peer.policy.data.ranges import WindowRange
@@ -68,7 +69,7 @@ class Attempt:
     since_s: float
     most_s: float | None = None
     failed_s: float | None = None
-    left_out: set[Seat] = field(default_factory=set)
+    left_out: Collection[Seat] = ()
     said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
     blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
 
@@ -358,6 +359,7 @@ class Leader:
         seats: list[Seat],
         attempt: int,
         blamed: tuple[Signed[Blamed], ...] = (),
+        left_out: Collection[Seat] = (),
     ) -> None:
         present, log = self.round, self._member.log
         if base is None:
@@ -377,7 +379,7 @@ class Leader:
             parts=self._parts(seats, base),
             blamed=blamed,
         )
-        present.attempt = Attempt(cut, now_s)
+        present.attempt = Attempt(cut, now_s, left_out=left_out)
         present.tried |= set(seats)
 
     def _root(self, epoch: Epoch, told: dict[Seat, str]) -> str:
@@ -472,9 +474,7 @@ class Leader:
             if not epoch.is_divided and left:
                 left = {max(left, key=lambda seat: (ready[seat].part.weight, seat))}
         if left:
-            self._cut(now_s, epoch, base, sorted(left), attempt, blamed)
-            if self.round.attempt is not None and self.round.attempt is not present:
-                self.round.attempt.left_out = unreached
+            self._cut(now_s, epoch, base, sorted(left), attempt, blamed, unreached)
         else:
             self.round = Round(self.round.number)
 

@@ -35,8 +35,8 @@ from swarm_peer.protocol.work import Answer, OpenRound, RoundContext, Work
 
 # Entries that a member tells of its log: a leader that lacks more takes a state.
 TOLD_ENTRIES = 4
-# Cuts that a leader may make of one round before each further one is no sign of life, and signatures that are kept.
-MAX_FAIR_CUTS, MAX_SIGNED = 1, 64
+# Signatures that are kept.
+MAX_SIGNED = 64
 
 
 class Member:
@@ -307,11 +307,11 @@ class Member:
                 self._agree_to(cut, present)
         elif mine is not None and self._is_sound(cut, mine, present):
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
-            present.answer.num_fair_cuts += 1
+            present.answer.was_cut = True
 
     def _agree_to(self, cut: Cut, present: OpenRound) -> None:
         present.answer.said = self._sign(Pass(self.me, cut.epoch, cut.hash))
-        present.answer.num_fair_cuts += 1
+        present.answer.was_cut = True
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
@@ -496,4 +496,4 @@ class Member:
             return "close", working.number
         if present is None or self.is_behind or not self._is_ready(present):
             return None
-        return "round", present.number, min(present.answer.num_fair_cuts, MAX_FAIR_CUTS)
+        return "round", present.number, present.answer.was_cut

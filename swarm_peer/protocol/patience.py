@@ -54,7 +54,7 @@ class Patience:
         self._in_time: dict[Seat, int] = {}
 
     def _account(self, epoch: Epoch, seat: Seat) -> _Account:
-        return self._accounts.setdefault(self._owner(epoch, seat), _Account())
+        return self._accounts.get(self._owner(epoch, seat)) or _Account()
 
     def _owner(self, epoch: Epoch, seat: Seat) -> Seat | str:
         return epoch.vote_of(seat) if self._in_time.get(seat, 0) < OWN_AFTER else seat
@@ -86,3 +86,4 @@ class Patience:
         for seat in self._in_time.keys() - set(roster):
             del self._in_time[seat]
             self._accounts.pop(seat, None)
+        self._accounts = {owner: account for owner, account in self._accounts.items() if account != _Account()}

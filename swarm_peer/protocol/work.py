@@ -94,14 +94,14 @@ class Answer:
     """How a seat stands to the newest cut of a round.
 
     Attributes:
-        num_fair_cuts: cuts that it was in, or agreed to be left out of
+        was_cut: whether a cut of the round held it, or it agreed to be left out; further ones are no sign of life
         said: its own Have or Pass of the cut
         failed: its statement that it has no result; None while it averages, or if it has one
         told: the names that it has told its leader since it is ready; one that has come later may be in no cut
     """
 
     cut: Cut | None = None
-    num_fair_cuts: int = 0
+    was_cut: bool = False
     said: Signed[Have] | Signed[Pass] | None = None
     failed: Signed[Blamed] | None = None
     told: frozenset[Name] | None = None

@@ -285,8 +285,8 @@ def test_counts_of_rounds_that_are_far_are_not_kept():
         assert (answer is not None) == is_heard
 
 
-def test_a_new_leader_waits_for_those_that_may_know_of_an_entry():
-    """The old leader has committed, and told another stage; the two that are left have signed what proves it."""
+def with_signed_entry():
+    """The old leader has died; the two that are left have signed an entry, and one of them has begun to lead."""
     old, new = epoch_of(1, A, B, D), epoch_of(2, B, D)
     stage = Stage(new, B, D, epochs=[old])
     entry = stage.entry(0, FIRST, old, [A, B, D], [A, B, D]).entry
@@ -295,6 +295,12 @@ def test_a_new_leader_waits_for_those_that_may_know_of_an_entry():
         member.averaged(entry.cut, "good")
         member.reign = None
     stage.leader.tick(0.0, new, True)
+    return stage, new, entry
+
+
+def test_a_new_leader_waits_for_those_that_may_know_of_an_entry():
+    """The old leader has committed, and told another stage; the two that are left have signed what proves it."""
+    stage, new, entry = with_signed_entry()
     stage.leader.tick(TIMING.status_s + 1, new, True)
     assert not stage.leader.is_synced
     stage.leader.take_status(D, stage.members[D].status(), TIMING.status_s + 1.1)
@@ -303,14 +309,7 @@ def test_a_new_leader_waits_for_those_that_may_know_of_an_entry():
 
 
 def test_a_status_that_comes_late_tells_a_leader_of_an_entry_as_long_as_it_has_made_no_cut():
-    old, new = epoch_of(1, A, B, D), epoch_of(2, B, D)
-    stage = Stage(new, B, D, epochs=[old])
-    entry = stage.entry(0, FIRST, old, [A, B, D], [A, B, D]).entry
-    for member in stage.members.values():
-        member.take_cut(entry.cut)
-        member.averaged(entry.cut, "good")
-        member.reign = None
-    stage.leader.tick(0.0, new, True)
+    stage, new, entry = with_signed_entry()
     stage.leader.tick(TIMING.synced_s + 1, new, True)
     assert stage.leader.is_synced
     stage.leader.take_status(D, stage.members[D].status(), TIMING.synced_s + 1.1)

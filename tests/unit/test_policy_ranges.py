@@ -2,33 +2,11 @@
 
 import itertools
 
+from any_ledgers import any_range, ledger_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import CountedWindows, SampleId, SliceId, WindowRange, merge_ranges, ranges_of
-
-NUM_SLICES = 4
-
-
-def window_range(start: int, length: int, is_last: bool, slice_index: int = 0, pass_number: int = 0) -> WindowRange:
-    return WindowRange(pass_number, slice_index, start, start + length, is_last)
-
-
-any_range = st.builds(
-    window_range,
-    st.integers(0, 8),
-    st.integers(0, 4),
-    st.booleans(),
-    st.integers(0, NUM_SLICES - 1),
-    st.integers(0, 2),
-)
-
-
-def ledger_of(ranges: list[WindowRange]) -> Ledger:
-    ledger = Ledger(NUM_SLICES)
-    ledger.add(ranges)
-    return ledger
 
 
 @given(st.lists(any_range, max_size=20))

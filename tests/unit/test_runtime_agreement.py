@@ -248,6 +248,17 @@ def test_a_seat_without_the_ticket_that_it_names_gets_no_place():
     anyio.run(run)
 
 
+def test_nothing_is_sent_to_an_earlier_life_of_the_same_peer():
+    async def run():
+        async with MemoryNetwork() as network:
+            part = alone(network)
+            me = part.core.membership.me
+            part._send([(peer, Message(me, NO_EPOCH, Alive())) for peer in (me.peer, "somebody")])
+            assert part._queued.keys() == {"somebody"}
+
+    anyio.run(run)
+
+
 def test_what_was_not_sent_is_replaced_by_what_is_newer():
     async def run():
         async with MemoryNetwork() as network:

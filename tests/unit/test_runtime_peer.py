@@ -1,4 +1,5 @@
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import anyio
@@ -180,6 +181,38 @@ async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplo
 
 async def kept_as_it_is(stages):
     yield
+
+
+async def test_who_leaves_sees_who_has_come_to_serve_meanwhile(caplog):
+    """The mate that it waits for was joining as it began to leave; only a look at the DHT says that it serves."""
+
+    async def nothing(*_):
+        pass
+
+    peer = object.__new__(Peer)
+    peer._context = make_context(MANIFEST, options=OPTIONS, clock=MovedClock())
+    peer._options, peer._metrics, peer._me = OPTIONS, peer._context.metrics, "me"
+    mate = PeerView(peer_id="mate", stage=1, state=PeerState.JOINING, round_number=0, samples_per_s=1.0, queue=0)
+    directory = SimpleNamespace(announce=nothing, view=SwarmView(2, (mate,)))
+    looked = []
+
+    @contextlib.asynccontextmanager
+    async def kept_fresh(stages):
+        looked.append(list(stages))
+        directory.view = SwarmView(2, (replace(mate, state=PeerState.SERVING),))
+        peer._context.changed.notify()
+        yield
+
+    directory.kept_fresh, peer._directory = kept_fresh, directory
+    peer._lifecycle = Lifecycle(peer._context.clock)
+    peer._lifecycle.enter(PeerState.SERVING)
+    peer._lifecycle.end()
+    replica = leaving([], nothing)
+    replica.stage_mates = lambda: [each.peer_id for each in directory.view.serving(1)]
+    with anyio.fail_after(OPTIONS.grace_s / 4):
+        await peer._leave(replica)
+    assert looked == [[1]]
+    assert "leaves_alone" not in caplog.text
 
 
 def leaving(mates, nothing):

@@ -2,6 +2,7 @@
 
 import msgpack
 import pytest
+from any_ledgers import NUM_SLICES, any_range, ledger_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,24 +10,6 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data.ledger import MAX_PASSES_AHEAD, Ledger
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES, encode_ledger, read_ledger
-
-NUM_SLICES = 4
-
-any_range = st.builds(
-    lambda start, length, is_last, index, number: WindowRange(number, index, start, start + length, is_last),
-    st.integers(0, 8),
-    st.integers(0, 4),
-    st.booleans(),
-    st.integers(0, NUM_SLICES - 1),
-    st.integers(0, 2),
-)
-
-
-def ledger_of(ranges: list[WindowRange]) -> Ledger:
-    ledger = Ledger(NUM_SLICES)
-    ledger.add(ranges)
-    return ledger
-
 
 any_ledger = st.builds(ledger_of, st.lists(any_range, max_size=20))
 

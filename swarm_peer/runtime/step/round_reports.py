@@ -61,7 +61,8 @@ class RoundReports:
         is_each_held = self._manifest.averaging.steps_per_average == 1
         counted = [(each.samples, each.weight, each.loss_sum) for each in counts]
         held = [(num_windows(each.samples), each.weight, each.loss_sum) for each in cut.brings]
-        samples, weight, _ = map(sum, zip((0, 0, 0.0), *(held if is_each_held else counted), strict=True))
+        told = held if is_each_held else counted
+        samples, weight = sum(each[0] for each in told), sum(each[1] for each in told)
         # Stage 0 alone knows the losses of what an entry holds: more may have been under way as the round was closed.
         loss = self._mean_loss(held if is_each_held and self._stage == 0 else counted)
         now_s = self._clock.monotonic_s()
