@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.grants import Grant, Grants
-from swarm_peer.protocol.log import Base, Close
+from swarm_peer.protocol.log import Base, Close, Contribution
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Counted
 from swarm_peer.protocol.statements import EpochId, Seat
@@ -26,6 +26,10 @@ class Batch:
         """Note what seats read by grants of an earlier leader."""
         for seat, slices in sorted(reads.items()):
             self._grants.hold(seat, slices)
+
+    def is_of_others(self, contribution: Contribution) -> bool:
+        """Whether a contribution names samples of slices that another seat than its author was granted."""
+        return self._grants.are_others(contribution.name.seat, (each.slice_id for each in contribution.samples))
 
     def take(self, sender: Seat, counted: Counted, member: Member, epoch: Epoch, now_s: float) -> Grant:
         """Note what a seat has done; returns what it may do next."""

@@ -39,6 +39,7 @@ from swarm_peer.protocol.messages import (
     WantRoot,
     epochs_in,
 )
+from swarm_peer.protocol.patience import Waits
 from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.protocol.work import RoundContext
 
@@ -172,8 +173,7 @@ class Core:
         self._epoch: Epoch | None = None
         self._next_resend_s = 0.0
         self._spoken: dict[int, object] = {}
-        # By stage, the thing that its leader should do next, and since when.
-        self._waits: dict[int, tuple[object, float]] = {}
+        self._waits: dict[int, Waits] = {}
         # By stage and round, when its close was known here.
         self._closed_s: dict[tuple[int, int], float] = {}
         self._prepared: dict[int, tuple[Log, str, Ledger | None]] = {}
@@ -235,13 +235,11 @@ class Core:
         return sent
 
     def _is_stuck(self, stage: int, now_s: float) -> bool:
-        """Whether the leader of a stage has not done for long what its member here waits for."""
-        waits_for = self.epoch.leader(stage), self.members[stage].waits_for
-        before, since_s = self._waits.get(stage, (None, now_s))
-        if waits_for != before:
-            since_s = now_s
-        self._waits[stage] = waits_for, since_s
-        return waits_for[1] is not None and now_s > since_s + self.membership.timing.stuck_s
+        """Whether the leader of a stage has had its member here wait for long."""
+        timing, leader = self.membership.timing, self.epoch.leader(stage)
+        if (waits := self._waits.get(stage)) is None or waits.leader != leader:
+            waits = self._waits[stage] = Waits(now_s, leader)
+        return waits.look(now_s, self.members[stage], timing.resend_s) > timing.stuck_s
 
     # --- what follows from an epoch
 

@@ -149,6 +149,11 @@ class Grants:
         for slice_id in slices:
             self._held.setdefault(slice_id, _Held(seat))
 
+    def are_others(self, seat: Seat, slices: Iterable[SliceId]) -> bool:
+        """Whether some of these slices are read by another seat than this one."""
+        holders = (self._held[slice_id].seat for slice_id in slices if slice_id in self._held)
+        return any(holder not in (None, seat) for holder in holders)
+
     def follow(
         self, roster: Collection[Seat], ledger: Ledger, next_round: int, decided_in: int, carried_to: int = -1
     ) -> None:

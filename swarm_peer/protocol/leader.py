@@ -393,8 +393,9 @@ class Leader:
         ready, ledger, stage = self.round.ready, self._member.ledger, self._member.stage
         given = {signed.body.contribution: signed for seat in seats for signed in ready[seat].part.given}
         offered = [(seat, each) for seat in seats for each in ready[seat].part.brings]
-        # A seat that still has its own contribution brings it: others may have been given a part of it.
-        offered.sort(key=lambda pair: pair[1].name.seat != pair[0])
+        # Of two that name a sample, the seat that was granted it has read it. And a seat that still has its own
+        # contribution brings it: others may have been given a part of it.
+        offered.sort(key=lambda pair: (self.batch.is_of_others(pair[1]), pair[1].name.seat != pair[0]))
         brings: dict[Seat, list[Contribution]] = {seat: [] for seat in seats}
         names, samples = set[Name](), list[WindowRange]()
         for seat, each in offered:

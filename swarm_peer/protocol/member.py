@@ -307,11 +307,9 @@ class Member:
                 self._agree_to(cut, present)
         elif mine is not None and self._is_sound(cut, mine, present):
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
-            present.answer.was_cut = True
 
     def _agree_to(self, cut: Cut, present: OpenRound) -> None:
         present.answer.said = self._sign(Pass(self.me, cut.epoch, cut.hash))
-        present.answer.was_cut = True
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
@@ -484,16 +482,13 @@ class Member:
         return Status(self.stage, newest, self.state, tuple(self.closes.values()), said, reads)
 
     @property
-    def waits_for(self) -> object:
-        """A name of what the leader should do next for this seat; None if it has work of its own to do."""
+    def is_waiting(self) -> bool:
+        """Whether all that this seat can do waits for its leader."""
         if self.reign is None:
-            return "log", self.state
+            return True
         present, working = self.work.open.get(self.log.next_round), self.working
-        if self.stage == 0 and working is not None and self.wants_samples and not self.may_launch(1):
+        if self.stage == 0 and working is not None:
             done = num_windows(working.computed.samples)
-            return ("grant", working.number, done) if done >= working.computed.claimed else None
-        if self.stage == 0 and working is not None and num_windows(working.computed.samples) >= self._context.batch:
-            return "close", working.number
-        if present is None or self.is_behind or not self._is_ready(present):
-            return None
-        return "round", present.number, present.answer.was_cut
+            lacks_grant = self.wants_samples and not self.may_launch(1) and done >= working.computed.claimed
+            return bool(lacks_grant) or done >= self._context.batch
+        return present is not None and not self.is_behind and self._is_ready(present)

@@ -302,7 +302,7 @@ class Timing:
         share_s: without a microbatch until others may take a seat's share of the batch
         others_s: for the others, once most members of the cut have its result, and as long as these took
         heads_s: for the leaders of other stages to tell their heads, before their members are asked
-        stuck_s: for the leader's next word, before a member finds that it is stuck; longer than ready_s and average_s
+        stuck_s: for the leader in all, before a member finds that it is stuck; longer than ready_s and average_s
     """
 
     alive_s: float = 2.0

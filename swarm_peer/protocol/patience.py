@@ -1,4 +1,7 @@
-"""For whom a leader waits: a seat that has kept the others waiting is not waited for in the next rounds. Pure."""
+"""For whom a leader waits, and how long a member waits for its leader. Pure.
+
+A seat that has kept the others waiting is not waited for in the next rounds; a leader that has done so loses the lead.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat
 
 # Rounds in which a seat that was late once is not waited for; each further time it is four times as many.
@@ -15,6 +19,10 @@ MOST_ROUNDS = 64
 # After so many rounds in time a seat has an account of its own. Until then it has that of its vote, so that one seat
 # after the other counts as one.
 OWN_AFTER = 16
+# A member that works so many times as long as it waits never finds its leader stuck: that takes a fifth of its time.
+WORK_PER_WAIT = 4
+# So many seconds of each round a member waits for its leader, and thinks nothing of it: messages take their time.
+FREE_S = 3.0
 
 
 @dataclass
@@ -87,3 +95,50 @@ class Patience:
             del self._in_time[seat]
             self._accounts.pop(seat, None)
         self._accounts = {owner: account for owner, account in self._accounts.items() if account != _Account()}
+
+
+class Waits:
+    """How long a member has waited for one leader, over all of its rounds.
+
+    Time in which it has work of its own makes up for some of that, and so does each round that ends. An average is such
+    work once an entry is of its cut, and was waiting once an entry of that round is of another: a leader that has
+    members average in vain does nothing.
+
+    Attributes:
+        waited_s: more than what was made up for
+    """
+
+    def __init__(self, now_s: float, leader: Seat | None):
+        self.leader = leader
+        self.waited_s = 0.0
+        self._looked_s = now_s
+        # By the hash of each cut of the open round, how long it was averaged.
+        self._averages: dict[str, float] = {}
+        self._round = 0
+
+    def look(self, now_s: float, member: Member, most_s: float) -> float:
+        """Note what a member does since the last look. Returns for how many seconds its leader has had it wait.
+
+        Args:
+            most_s: since the last look; more is a stall of this process
+        """
+        passed_s, self._looked_s = min(now_s - self._looked_s, most_s), now_s
+        if member.log.next_round != self._round:
+            self._end_round(member)
+        cut = member.averaging
+        if cut is not None:
+            self._averages[cut.hash] = self._averages.get(cut.hash, 0.0) + passed_s
+        else:
+            self._add(passed_s, is_work=not member.is_waiting)
+        return self.waited_s + sum(s for of, s in self._averages.items() if cut is None or of != cut.hash)
+
+    def _end_round(self, member: Member) -> None:
+        passed, self._round = member.log.next_round - self._round, member.log.next_round
+        self.waited_s = max(0.0, self.waited_s - FREE_S * passed)
+        agreed = {committed.entry.cut.hash for committed in member.log.committed}
+        for cut, spent_s in self._averages.items():
+            self._add(spent_s, is_work=cut in agreed)
+        self._averages.clear()
+
+    def _add(self, spent_s: float, *, is_work: bool) -> None:
+        self.waited_s = max(0.0, self.waited_s - spent_s / WORK_PER_WAIT) if is_work else self.waited_s + spent_s

@@ -94,14 +94,12 @@ class Answer:
     """How a seat stands to the newest cut of a round.
 
     Attributes:
-        was_cut: whether a cut of the round held it, or it agreed to be left out; further ones are no sign of life
         said: its own Have or Pass of the cut
         failed: its statement that it has no result; None while it averages, or if it has one
         told: the names that it has told its leader since it is ready; one that has come later may be in no cut
     """
 
     cut: Cut | None = None
-    was_cut: bool = False
     said: Signed[Have] | Signed[Pass] | None = None
     failed: Signed[Blamed] | None = None
     told: frozenset[Name] | None = None

@@ -367,7 +367,7 @@ class Peer:
         self._lifecycle.enter(PeerState.DRAINING)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)
-            await replica.leave()
+            await replica.leave(lambda: self._lifecycle.next_stage)
         self._lifecycle.enter(PeerState.LEFT)
         with anyio.move_on_after(GOODBYE_S):
             await self._directory.announce()

@@ -191,11 +191,14 @@ class Replica:
         if launcher.failure is not None:
             unreadable(launcher.failure)
 
-    async def leave(self) -> None:
+    async def leave(self, next_stage: Callable[[], int | None]) -> None:
         """Finish the microbatches in flight, give what was computed to a stage-mate, and give up the place.
 
         Microbatches that are not done within DRAINING_SHARE of `--grace-s` fail, and others compute them. Work that no
         stage-mate has taken within `--grace-s` is lost; its samples are read again.
+
+        Args:
+            next_stage: that this peer moves to. It asks for its place there at once, if it has the state already
         """
         parts, grace_s = self.parts, self._peer.context.options.grace_s
         if parts.launcher is not None:
@@ -215,7 +218,7 @@ class Replica:
             await self._give_work()
         if grace.cancelled_caught:
             log.warning("work_not_given stage=%d reason=nobody took it within %.0f s", self.stage, grace_s)
-        await self._give_up_place()
+        await self._give_up_place(next_stage)
         parts.core.rounds.enter(Phase.LEFT)
 
     async def _give_work(self) -> None:
@@ -240,13 +243,19 @@ class Replica:
         held = {each for committed in member.log.committed for each in committed.entry.cut.brings}
         return [each for each in given if each not in held]
 
-    async def _give_up_place(self) -> None:
-        membership = self._peer.agreement.core.membership
-        membership.desired -= {self.stage}
-        self._peer.agreement.look()
+    async def _give_up_place(self, next_stage: Callable[[], int | None]) -> None:
+        agreement = self._peer.agreement
+        membership = agreement.core.membership
+
+        def wanted() -> frozenset[int]:
+            return (membership.prepared | membership.stages) & {next_stage()}
+
         with anyio.move_on_after(0 if self._peer.context.metrics.run_is_over else PLACE_S):
-            await self._peer.agreement.changed.wait_for(lambda: not self.has_place)
-            await self._peer.agreement.told()  # it may be the only one that knows the epoch without it
+            while membership.desired != wanted():  # again, if this peer is told to end meanwhile
+                membership.desired = wanted()
+                agreement.look()
+                await agreement.changed.wait_for(lambda: membership.stages <= membership.desired)
+            await agreement.told()  # it may be the only one that knows the epoch without it
 
     async def _publish_progress(self, launcher: BatchLauncher) -> None:
         """Store progress in the DHT: at once at the end of a round, and else often enough that it does not expire."""

@@ -152,7 +152,7 @@ def test_a_peer_that_moves_again_and_again_loses_nothing_and_leaves_nothing_behi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves = 20
-    training = {"steps": 60, "global_batch_size": 192, "microbatch_size": 2, "validation_every": 0}
+    training = {"steps": 80, "global_batch_size": 512, "microbatch_size": 2, "validation_every": 0}
     manifest = manifest_of(0, training=training, recovery={"snapshot_every": 10})
     monkeypatch.setenv(FIRST_STAGE, "0")
 

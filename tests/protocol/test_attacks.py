@@ -32,6 +32,7 @@ from swarm_peer.protocol.log import (
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Blame, Counted, Cutting, Entries, Ready, Status, Timing, Wants
+from swarm_peer.protocol.patience import Waits
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed, Snapshot
 from swarm_peer.protocol.work import RoundContext
 
@@ -215,15 +216,45 @@ def test_accusations_cost_a_ticket_all_its_seats():
     assert {type(each.body) for each in committed.agreement} == {Have, Pass}, "the accused agrees to be left out"
 
 
-def test_further_cuts_of_a_round_are_no_signs_of_life_of_its_leader():
+def test_of_two_that_name_a_sample_the_seat_that_was_granted_it_counts():
+    stage = Stage(epoch_of(1, B, A, X), B)
+    read = WindowRange(0, 3, 0, 4)
+    stage.leader.batch.adopt({X: [read.slice_id]})
+    stage.part = lambda seat: Part(seat, (Contribution(Name(seat, 0), 1, (read,), (FIRST,)),))
+    assert [each.name.seat for each in stage.begin().brings if each.samples] == [X]
+
+
+def waited_s(waits, member, until_s):
+    """What a member finds that it has waited, at each half second until a time."""
+    found = 0.0
+    for half_seconds in range(1, int(2 * until_s) + 1):
+        found = waits.look(half_seconds / 2, member, TIMING.resend_s)
+    return found
+
+
+def test_averages_in_vain_are_no_signs_of_life_of_a_leader():
     stage = Stage(epoch_of(1, A, B, X), A, B)
+    member = stage.members[B]
+    waits = Waits(0.0, A)
+    cut = stage.begin()
+    assert waited_s(waits, member, 40) == 0, "nobody knows yet what that average is good for"
+    member.take_cut(replace(cut, attempt=1))
+    assert member.averaging.attempt == 1
+    assert waits.look(40.5, member, TIMING.resend_s) == 40
+
+
+def test_an_average_that_ends_its_round_is_no_waiting():
+    stage = Stage(epoch_of(1, A, B), A, B)
     cut, member = stage.begin(), stage.members[B]
-    waits_for = member.waits_for
-    for attempt in range(1, 4):
-        member.take_cut(replace(cut, attempt=attempt))
-        assert member.averaging is not None
-        assert member.averaging.attempt == attempt
-        assert member.waits_for == waits_for
+    waits = Waits(0.0, A)
+    waited_s(waits, member, 40)
+    for each in stage.members.values():
+        each.averaged(cut, "good")
+    stage.say()
+    stage.tick(41)
+    [committed] = stage.leads.log.committed
+    member.take_commit(committed)
+    assert waits.look(40.5, member, TIMING.resend_s) == 0
 
 
 def test_all_whom_nobody_reaches_are_left_out_for_the_round():

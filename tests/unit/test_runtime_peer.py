@@ -132,13 +132,16 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
     async def give():
         steps.append("hand over")
 
+    async def give_up_place(next_stage):
+        pass
+
     rounds = RoundBook(Condition())
     rounds.begin(StepState(round_number=7))
     context = make_context(MANIFEST, options=OPTIONS.model_copy(update={"grace_s": 0.01}), clock=MovedClock())
     replica = object.__new__(Replica)
     replica._placing = anyio.CancelScope()
     replica._peer = SimpleNamespace(context=context, transport=SimpleNamespace(answered=nothing))
-    replica._give_work, replica._give_up_place = give, nothing
+    replica._give_work, replica._give_up_place = give, give_up_place
     replica.parts = SimpleNamespace(
         core=SimpleNamespace(
             rounds=rounds,
@@ -152,7 +155,7 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
         ),
         launcher=None,
     )
-    await replica.leave()
+    await replica.leave(lambda: None)
     assert steps == ["give up", "end the wait", "hand over"]
     assert rounds.step.phase is Phase.LEFT
 
