@@ -19,6 +19,7 @@ from swarm_peer.protocol.epochs import (
     is_sound,
     next_epoch,
 )
+from swarm_peer.protocol.heard_wishes import HeardWishes
 from swarm_peer.protocol.known_epochs import KnownEpochs
 from swarm_peer.protocol.messages import (
     Accept,
@@ -53,7 +54,6 @@ from swarm_peer.protocol.statements import (
     Snapshot,
     Stuck,
     Wish,
-    subject_of,
 )
 
 # A wish that its author has not repeated for so many times resend_s is none any more.
@@ -124,8 +124,7 @@ class Membership:
         """Forget all that was about the epoch before."""
         self._since_s = self._wanted_since_s = self._now_s
         self._watched = self.epoch.watched_by(self.me, self.rules.num_stages)
-        # With the time at which each was heard last: its author repeats it for as long as it wishes so.
-        self._wishes: dict[tuple[object, ...], tuple[Signed[Wish], float]] = {}
+        self._wishes = HeardWishes()
         self._probed_s = {seat: at_s for seat, at_s in self._probed_s.items() if seat in self.epoch.seats}
         self._promised = NO_BALLOT
         self._accepted: tuple[Ballot, Wishes] | None = None
@@ -169,8 +168,7 @@ class Membership:
         """
         epoch = self.epoch
         leads = any(epoch.leader(stage) == self.me for stage in self.stages)
-        wishes = any(subject[1] == self.me for subject in self._wishes)
-        needs = leads or wishes or self.me in epoch.wished_of
+        needs = leads or self._wishes.of(self.me) or self.me in epoch.wished_of
         return needs and not self._hears_quorum(self._now_s - self.timing.silent_s)
 
     def unheard_voters(self, since_s: float) -> list[Seat]:
@@ -223,9 +221,10 @@ class Membership:
             if self.acquaintances:
                 self._send(self._random.choice(self.acquaintances), Alive())
         self._watch()
-        if now_s >= self._next_resend_s:
+        if now_s >= self._next_resend_s or any(self._wishes.is_new(wish) for wish in self._wanted()):
             self._next_resend_s = now_s + self.timing.resend_s
-            self._wish()
+            self._wish(self._wanted())
+            self._repeat_ballot()
         self._look_whether_to_propose()
         self._look_whether_the_key_decides()
         return self._take_out()
@@ -242,7 +241,7 @@ class Membership:
                 for seat in sorted(seats & set(self.epoch.seats) - {self.me}):
                     self._probed_s.setdefault(seat, later_s)
             case Wanted(wish) if self.me in self.epoch.wished_of and self._may_wish(wish.body):
-                self._wishes[subject_of(wish.body)] = wish, self._now_s
+                self._wishes.hear(wish, self._now_s)
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
             case Promise(ballot, accepted) if ballot == self._ballot and sender in self.epoch.voters:
@@ -276,11 +275,10 @@ class Membership:
 
     # --- wishes
 
-    def _wish(self) -> None:
-        """Send what this seat wishes to all voters, and ask those that it has not heard of."""
-        epoch, is_voter = self.epoch, self.me in self.epoch.voters
+    def _wanted(self) -> list[Wish]:
+        """The wishes that this seat has now."""
+        epoch, mine = self.epoch, self.stages
         own: list[Wish] = []
-        mine = self.stages
         own += [Join(self.me, epoch.id, stage, stage in self.prepared) for stage in sorted(self.desired - mine)]
         own += [Leave(self.me, epoch.id, stage) for stage in sorted(mine - (self.desired - self.resigned))]
         for stage in sorted(self.stuck & mine):
@@ -288,44 +286,36 @@ class Membership:
                 own.append(Stuck(self.me, epoch.id, stage, leader))
         if mine and epoch.lost:
             own.append(Offer(self.me, epoch.id, *self.holds))
-        if is_voter and (silent := self._silent()):
+        if self.me in epoch.voters and (silent := self._silent()):
             own.append(Silent(self.me, epoch.id, silent))
+        return own
+
+    def _wish(self, own: Iterable[Wish]) -> None:
+        """Send what this seat wishes to all voters, and ask those that it has not heard of."""
+        epoch = self.epoch
         for wish in own:
-            known = self._wishes.get(subject_of(wish))
-            signed = known[0] if known is not None and known[0].body == wish else self._sign(wish)
-            self._wishes[subject_of(wish)] = signed, self._now_s
-            self._send_all(epoch.wished_of, Wanted(signed))
+            self._send_all(epoch.wished_of, Wanted(self._wishes.renew(wish, self._sign, self._now_s)))
         if own:  # nobody answers a wish
             for seat in self.unheard_voters(self._now_s - self.timing.alive_s):
                 self._send(seat.peer, Probe())
         if self._sign_as_key is not None:
             # The key decides what voters do not choose though it is wished: so it makes sure that they know it.
-            for signed, _ in self._wishes.values():
+            for signed in self._wishes.signed:
                 if signed.body.author != self.me:
                     self._send_all(epoch.voters, Wanted(signed))
-        if is_voter or self._sign_as_key is not None:
+        if self.me in epoch.voters or self._sign_as_key is not None:
             for seat in self._probed_s:
                 self._send(seat.peer, Probe())
         # Other voters may not watch them. Nobody repeats what others have said.
         if missing := frozenset(self._probed_s) & set(self._watched):
             self._send_all(epoch.voters, Missing(missing))
-        lapsed_s = self._now_s - WISHES_LAPSE * self.timing.resend_s
-        self._wishes = {key: each for key, each in self._wishes.items() if each[1] >= lapsed_s}
-
-    def _own_wishes(self) -> list[Signed[Wish]]:
-        """The wishes that this voter would make the next epoch of, in an order that all know."""
-        wishes = (signed for signed, _ in self._wishes.values())
-        return sorted(wishes, key=lambda signed: repr((type(signed.body).__name__, signed.body.author)))
-
-    @property
-    def _bodies(self) -> list[Wish]:
-        return [signed.body for signed, _ in self._wishes.values()]
+        self._wishes.lapse(self._now_s - WISHES_LAPSE * self.timing.resend_s)
 
     def _waits_for_offers(self) -> bool:
         """Whether a stage is lost, and some seats may yet say which snapshots they hold."""
         if not self.epoch.lost:
             return False
-        told = {wish.author for wish in self._bodies if isinstance(wish, Offer)}
+        told = {wish.author for wish in self._wishes.bodies if isinstance(wish, Offer)}
         return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self.timing.offers_s
 
     # --- Paxos, for the next number
@@ -335,7 +325,7 @@ class Membership:
         voters = self.epoch.voters
         if self.me not in voters or self._waits_for_offers():
             return
-        if next_epoch(self.epoch, self._bodies, self.rules) is None and self._accepted is None:
+        if next_epoch(self.epoch, self._wishes.bodies, self.rules) is None and self._accepted is None:
             return
         if self._propose_s is None:
             pause_s = self.timing.propose_s * (1 + voters.index(self.me) * (2 + self._random.random()))
@@ -348,9 +338,17 @@ class Membership:
         self._send_all(voters, Prepare(self._ballot))
         self._handle_prepare(self._ballot)
 
+    def _repeat_ballot(self) -> None:
+        """Ask the voters again that have not answered: they may not have heard of this epoch before."""
+        if not self._promises or self._promised != self._ballot:
+            return
+        asked = Prepare(self._ballot) if self._proposed is None else Accept(self._ballot, self._proposed[1])
+        answered = self._promises if self._proposed is None else self._votes
+        self._send_all([seat for seat in self.epoch.voters if seat not in answered], asked)
+
     def _handle_prepare(self, ballot: Ballot) -> None:
         most = FIRST_BALLOTS + BALLOTS_PER_S * (self._now_s - self._since_s)
-        if ballot <= self._promised or ballot.number > most:
+        if ballot < self._promised or ballot.number > most:
             return
         self._promised = ballot
         if ballot.proposer == self.me:
@@ -365,7 +363,7 @@ class Membership:
         if not self.epoch.is_quorum(self._promises, self.epoch.voters):
             return
         known = [value for value in self._promises.values() if value is not None]
-        wishes = max(known, key=lambda value: value[0])[1] if known else tuple(self._own_wishes())
+        wishes = max(known, key=lambda value: value[0])[1] if known else tuple(self._wishes.signed)
         successor = next_epoch(self.epoch, [signed.body for signed in wishes], self.rules)
         if successor is None:
             return
@@ -400,7 +398,7 @@ class Membership:
             return successor
         if self._now_s > self._since_s + self.timing.relent_s:
             return successor
-        offers = [wish for wish in self._bodies if isinstance(wish, Offer)]
+        offers = [wish for wish in self._wishes.bodies if isinstance(wish, Offer)]
         best = next_epoch(self.epoch, [*bodies, *offers], self.rules)
         goes_as_far = best is None or successor.restart.optimizer_step >= best.restart.optimizer_step
         return successor if goes_as_far else None
@@ -445,7 +443,7 @@ class Membership:
         wait_s = self.timing.key_s * (1 + rank)
         if not self._hears_quorum(silent_s) and self._hears_quorum(silent_s, had_votes=True):
             wait_s = self.timing.silent_s  # of those that lack, all are gone for certain
-        if next_epoch(self.epoch, self._bodies, self.rules) is None:
+        if next_epoch(self.epoch, self._wishes.bodies, self.rules) is None:
             self._wanted_since_s = self._now_s
         is_blocked = self._now_s >= self._wanted_since_s + wait_s
         if self._now_s < self._since_s + wait_s or (self._hears_quorum(self._now_s - wait_s) and not is_blocked):
@@ -457,17 +455,17 @@ class Membership:
         if len(silent) < len(unheard):
             return  # they may yet answer
         new_id = EpochId(self.epoch.id.term + 1, self.me, 0)
-        successor = next_epoch(self.epoch, self._bodies, self.rules, new_id=new_id, silent=silent)
+        successor = next_epoch(self.epoch, self._wishes.bodies, self.rules, new_id=new_id, silent=silent)
         assert successor is not None
         self._announce_as_key(successor)
 
     # --- news
 
     def _announce(self, certified: Certified) -> None:
-        """Follow an epoch that was chosen just now, and tell everybody in it or in the one before."""
-        before = self.epoch
+        """Follow an epoch that was chosen just now, and tell everybody in it or in the one before, and who wish."""
+        before, wish = self.epoch, [body.author for body in self._wishes.bodies]
         self.learn([certified])
-        for seat in dict.fromkeys((*before.seats, *self.epoch.seats)):
+        for seat in dict.fromkeys((*before.seats, *self.epoch.seats, *wish)):
             if seat != self.me:
                 self._tell(seat.peer, self._known.since(before.id))
 

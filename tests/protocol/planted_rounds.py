@@ -153,8 +153,8 @@ MISTAKES: dict[str, tuple[type, str, Callable[..., Any]]] = {
 # members_take_any_log, statements_of_any_cut_count (an agreement names its cut), stays_after_a_restart (rounds go on
 # counting).
 FOUND_BY: dict[tuple[str, ...], int] = {
-    ("cuts_take_names_twice",): 34,
-    ("cuts_repeat_samples",): 34,
+    ("cuts_take_names_twice",): 17,
+    ("cuts_repeat_samples",): 50,
     ("grants_name_slices_twice",): 1,
     ("closes_at_any_count",): 0,
     ("names_lack_their_round",): 1,

@@ -9,6 +9,7 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch, Place, Rules, choose_restart
+from swarm_peer.protocol.heard_wishes import HeardWishes
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import (
     MAX_EPOCHS,
@@ -470,7 +471,7 @@ def test_a_restart_that_another_voter_may_have_accepted_is_accepted_in_the_end()
     net.dead = {"d"}
     # The first hears nothing of the other's snapshot until it has accepted; the other hears nothing of its proposal.
     net.deaf = {("Wanted", "a"), ("Accept", "b")}
-    net.members["a"]._wishes = {}
+    net.members["a"]._wishes = HeardWishes()
     net.run(TIMING.offers_s + 8)
     net.deaf = set()
     net.run(4 * TIMING.relent_s, stop=lambda: net.members["a"].epoch.id.number > 3)

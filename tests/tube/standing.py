@@ -32,9 +32,7 @@ def _lines(world: World, host: Host) -> Iterator[str]:
         for stage in range(COORDINATORS, membership.rules.num_stages)
     }
     silent = [names.get(seat, "?") for seat in membership._probed_s]
-    wishes = [
-        f"{type(each.body).__name__} {names.get(each.body.author, '?')}" for each, _ in membership._wishes.values()
-    ]
+    wishes = [f"{type(each).__name__} {names.get(each.author, '?')}" for each in membership._wishes.bodies]
     yield f"in epoch {tuple(core.epoch.id)[::2]} {rosters} since {membership._since_s:.0f} s; {core.epoch.restart}"
     yield f"wants {set(membership.desired)} has {set(membership.prepared)} suspects {silent}; wishes {wishes}"
     before_round, step, held = membership.holds

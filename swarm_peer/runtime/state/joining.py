@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 
 from swarm_peer.errors import CallError, NotServing
+from swarm_peer.protocol.core import Core
+from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.state.states import StageSources
 
@@ -32,6 +35,7 @@ async def join(
     core, waits_for_run = agreement.core, False
     core.membership.desired |= {stage}
     while stage not in core.membership.stages:
+        epoch = core.epoch
         if stage in core.epoch.lost:
             explain(f"waits to join stage {stage}: {LOST}")
             if not waits_for_run:
@@ -46,7 +50,11 @@ async def join(
                 log.info("state_not_taken stage=%d reason=%s", stage, error)
         agreement.look()
         with anyio.move_on_after(PAUSE_S):
-            await agreement.changed.wait_for(lambda: stage in core.membership.stages)
+            await agreement.changed.wait_for(partial(_has_changed, core, epoch))
+
+
+def _has_changed(core: Core, epoch: Epoch) -> bool:
+    return core.epoch is not epoch
 
 
 async def prepare(agreement: Agreement, stage: int, sources: StageSources) -> None:
