@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import MIN_TICKETS, Certified, Epoch
@@ -151,6 +151,17 @@ class RoundRules:
         return math.ceil(self.batch * sum(each.ticket == seat.ticket for each in roster) / len(roster))
 
 
+def _news_of(body: Body) -> object:
+    """The part of it that a leader should hear at once; the rest it hears when all is repeated.
+
+    How many samples a seat could launch changes all the time. It matters once the seat has launched what it may, and
+    that is news.
+    """
+    if not isinstance(body, Counted):
+        return body
+    return replace(body, wants=replace(body.wants, samples=min(body.wants.samples, 1)))
+
+
 class Core:
     """One peer's part in agreement.
 
@@ -172,7 +183,9 @@ class Core:
         self._led_by: dict[int, Seat | None] = {}
         self._epoch: Epoch | None = None
         self._next_resend_s = 0.0
-        self._spoken: dict[int, object] = {}
+        # By stage, what it has said of it last as a leader or as a member, and where it has told that the stage stands.
+        self._spoken: dict[int, list[object]] = {}
+        self._told_heads: dict[int, Head] = {}
         self._waits: dict[int, Waits] = {}
         # By stage and round, when its close was known here.
         self._closed_s: dict[tuple[int, int], float] = {}
@@ -420,11 +433,14 @@ class Core:
                 member.take_cut(own.cut)
             elif isinstance(own, Begin):
                 member.take_base(own.round, own.base, own.is_rooted)
-        is_new = said != self._spoken.get(stage)
-        self._spoken[stage] = said
-        sent = self._to_members(stage, leader, said, is_new=is_new) if is_new or resends else []
-        if (resends or is_new) and leader.is_synced:
-            sent += self._to_leaders(stage, member.head())
+        before, self._spoken[stage] = self._spoken.get(stage, []), list(said)
+        sent = list[Sent]()
+        for body in said:
+            sent += self._to_members(stage, leader, body, is_new=body not in before, resends=resends)
+        head = member.head()
+        if leader.is_synced and (resends or head != self._told_heads.get(stage)):
+            self._told_heads[stage] = head
+            sent += self._to_leaders(stage, head)
         for other_stage in leader.asks_for_heads(self.epoch, now_s) if resends else ():
             sent += self._to_seats(self.epoch.roster(other_stage), WantHead(other_stage))
         return sent
@@ -444,14 +460,13 @@ class Core:
             elif isinstance(own, Blame):
                 leader.take_blame(me, own)
 
-    def _to_members(self, stage: int, leader: Leader, said: list[Body], *, is_new: bool) -> list[Sent]:
+    def _to_members(self, stage: int, leader: Leader, body: Body, *, is_new: bool, resends: bool) -> list[Sent]:
         """A leader says this to its members, and the end of a round to the leaders of other stages as well."""
-        members, sent = self.epoch.roster(stage), list[Sent]()
-        for body in said:
-            sent += self._to_seats((seat for seat in members if is_new or leader.is_awaited(seat, body)), body)
-            if stage == 0 and isinstance(body, Close):
-                sent += self._to_seats((seat for seat in self._stage_leaders() if seat not in members), body)
-        return sent
+        members = self.epoch.roster(stage)
+        told = [seat for seat in members if is_new or (resends and leader.is_awaited(seat, body))]
+        if stage == 0 and isinstance(body, Close) and (is_new or resends):
+            told += [seat for seat in self._stage_leaders() if seat not in members]
+        return self._to_seats(told, body)
 
     def _to_leaders(self, stage: int, head: Head) -> list[Sent]:
         for other_stage, other in self.leaders.items():
@@ -467,10 +482,9 @@ class Core:
         if leader is None or leader == self.membership.me:
             return []
         said = self.members[stage].sayings(self.epoch)
-        if not resends and said == self._spoken.get(stage):
-            return []
-        self._spoken[stage] = said
-        return [(leader.peer, self._message(body)) for body in said]
+        before = self._spoken.get(stage, [])
+        self._spoken[stage] = [_news_of(body) for body in said]
+        return [(leader.peer, self._message(body)) for body in said if resends or _news_of(body) not in before]
 
     def _stage_leaders(self) -> list[Seat]:
         leaders = (self.epoch.leader(stage) for stage in range(self.membership.rules.num_stages))

@@ -93,7 +93,7 @@ class MeetsNobody(Membership):
 
 # With walks and schedules that find them.
 BY_WALKS = {ForgetsPromises: 562, OverlooksWhatWasAccepted: 80, AcceptsEarlierBallots: 158}
-BY_SCHEDULES = {OneVoteIsEnough: 48, ListensToOldEpochs: 75, KeepsWhatItAccepted: 25, FindsNobodySilent: 3}
+BY_SCHEDULES = {OneVoteIsEnough: 48, ListensToOldEpochs: 158, KeepsWhatItAccepted: 80, FindsNobodySilent: 3}
 # In 70 schedules no coordinator starts again and then decides in a term of its own that is not the newest, and no two
 # sides part for good.
 NOT_FOUND = (TermsComeTwice, MeetsNobody)

@@ -159,8 +159,8 @@ class BatchLauncher:
 
     async def _follow(self) -> None:
         """Read what is granted, and say what this seat could launch, whenever something has changed."""
+        told: object = None
         while True:
-            before = self._told()
             self._slices.follow()
             member = self._member()
             if member is not None:
@@ -170,11 +170,11 @@ class BatchLauncher:
                 present = self._present()
                 if present is not None:
                     self._slices.tell_ends(present)
-            if self._told() != before:
+            if self._is_news(told):
+                told = self._told()
                 self._look()
                 self._context.changed.notify()
-            now = self._told()
-            await self._context.changed.wait_for(partial(self._is_news, now))
+            await self._context.changed.wait_for(partial(self._is_news, told))
 
     def _is_news(self, told: object) -> bool:
         return self._told() != told
