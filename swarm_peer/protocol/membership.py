@@ -183,9 +183,16 @@ class Membership:
     # --- inputs
 
     def suspect(self, peer: str) -> None:
-        """Note that a peer cannot be reached: it is asked for a sign of life now, and not once it has been silent."""
-        for seat in (each for each in (*self._watched, *self._probed_s) if each.peer == peer):
-            self._probed_s[seat] = min(self._probed_s.get(seat, self._now_s), self._now_s)
+        """Note that a peer cannot be reached: it is asked for a sign of life now, and not once it has been silent.
+
+        If it cannot be reached again as that question is repeated, it has had its time.
+        """
+        for seat in {each for each in (*self._watched, *self._probed_s) if each.peer == peer}:
+            if seat not in self._probed_s:
+                self._next_resend_s = self._now_s
+            asked_s = min(self._probed_s.get(seat, self._now_s), self._now_s)
+            is_gone = self._now_s >= asked_s + self.timing.resend_s
+            self._probed_s[seat] = min(asked_s, self._now_s - self.timing.probe_s) if is_gone else asked_s
 
     def receive(self, now_s: float, message: Message) -> list[Sent]:
         """Take a message of another peer; returns what to send."""

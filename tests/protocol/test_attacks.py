@@ -412,6 +412,20 @@ class Net:
                 self._under_way.append((self.now_s + 0.03, to, message))
 
 
+@pytest.mark.parametrize(("dead", "times", "is_out"), [({"b"}, 2, True), ({"b"}, 1, False), (set(), 2, False)])
+def test_who_cannot_be_reached_twice_is_silent_at_once(dead, times, is_out):
+    net = Net(epoch_of(1, A, B, D), A, B, D)
+    net.dead = dead
+    for member in net.members.values():
+        member.desired = frozenset({0})
+    for _ in range(times):
+        net.run(net.now_s + TIMING.resend_s + 0.1)
+        for peer in ("a", "d"):
+            net.members[peer].suspect("b")
+    net.run(net.now_s + TIMING.propose_s + 1.0)
+    assert (B not in net.members["a"].epoch.seats) == is_out
+
+
 def test_the_key_puts_out_nobody_whom_it_has_not_asked():
     """It hears voters and leaders alone; the others are well. Two voters do not know the ticket of a newcomer."""
     seats, newcomer = [*of_ticket("p", 4), *of_ticket("q", 4)], Seat("n", 1, "n")
