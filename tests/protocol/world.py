@@ -33,6 +33,8 @@ TRAPS = ("Commit", "Commit", "Commit", "Cutting", "Close", "Ready", "Said", "Ent
 # Faults come before, and then none; what has to come true then has this long.
 CALM_AT_S = 60.0
 END_S = 220.0
+# A leader may be deposed at any time, that one as well: then so long until all have heard of it.
+HEARD_S = 10.0
 
 
 @dataclass
@@ -128,10 +130,14 @@ class World(Cluster):
         Raises:
             Violation: an invariant is broken
         """
-        while self._queue and self.now_s < END_S:
+        while self._queue and (self.now_s < END_S or (self.now_s < END_S + HEARD_S and self._is_changing())):
             self.now_s, _, action = heapq.heappop(self._queue)
             action()
         self._check_progress()
+
+    def _is_changing(self) -> bool:
+        """Whether some have heard of an epoch that others have yet to hear of."""
+        return len({process.core.epoch.id for process in self.processes.values() if process.core is not None}) > 1
 
     def _tick(self, process: Process) -> None:
         self._at(self.now_s + TICK_S * (0.9 + 0.2 * self.random.random()), lambda: self._tick(process))
