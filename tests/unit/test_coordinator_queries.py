@@ -2,7 +2,7 @@ import gzip
 
 import pytest
 import torch
-from test_runtime_microbatches import LENGTH, make_manifest
+from tiny_swarms import LENGTH, make_manifest
 from transformers import AutoModelForCausalLM
 
 from coordinator.query.queries import draw_samples

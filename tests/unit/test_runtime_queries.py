@@ -8,7 +8,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from test_runtime_microbatches import (
+from tiny_swarms import (
     HIDDEN,
     LENGTH,
     SAMPLES,
