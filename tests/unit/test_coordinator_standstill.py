@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from test_coordinator_run_watch import make_watch, peer, record, report
+from watched_runs import make_watch, peer, record, report
 
 from coordinator.dashboard.snapshot import Background, make_snapshot
 from coordinator.watch.happenings import TELL_AGAIN_S

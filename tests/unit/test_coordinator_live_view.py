@@ -1,0 +1,84 @@
+"""What a terminal or a log shows of a run."""
+
+import io
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+from rich.console import Console
+from watched_runs import VIEW, make_watch, peer
+
+from coordinator.watch.live_view import LiveView, peers_table, run_table
+from coordinator.watch.run_watch import RunWatch
+from swarm_peer.policy.leadership import Term
+from swarm_peer.policy.view import SwarmView
+
+
+def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
+    def caption(view, begun_at=0):
+        watch = make_watch()
+        watch.begun_at = begun_at
+        watch.observe(view, {}, 0.0)
+        watch.coordination = Term(1, "a"), SimpleNamespace(reason="no move pays: it does 0 samples/s", assignments=())
+        return run_table(watch).caption.plain.splitlines()[1:]
+
+    assert caption(VIEW) == ["rebalancing: no move pays: it does 0 samples/s"]
+    assert caption(SwarmView(2, (peer("a", 0),))) == ["the run waits: nobody serves stage 1"]
+    assert caption(SwarmView(2, ())) == ["the run waits: nobody serves stage 0, 1"]
+    assert caption(SwarmView(2, ()), 3) == ["rebalancing: no move pays: it does 0 samples/s"], "nobody is seen yet"
+
+
+def test_a_coordinator_commands_no_terminal():
+    watch = make_watch()
+    watch.begun_at = 1
+    reason = "[/b] [red]\x1b[2J\nrun over"
+    watch.coordination = Term(1, "a"), SimpleNamespace(reason=reason, assignments=())
+    console = Console(width=200, file=io.StringIO(), force_terminal=False)
+    console.print(run_table(watch))
+    assert "rebalancing: [/b] [red] [2J run over" in console.file.getvalue()
+    assert "\x1b" not in console.file.getvalue()
+
+
+def test_a_log_says_once_that_the_run_waits_for_a_stage(capsys):
+    """Where there is no terminal, a line comes with each step, and none with a run that stands still."""
+    watch, live = make_watch(), LiveView(10)
+    empty = SwarmView(2, (peer("a", 0),))
+    for begun_at, view in ((0, empty), (3, VIEW), (3, empty), (3, empty), (3, VIEW), (3, empty)):
+        watch.begun_at = begun_at
+        watch.observe(view, {}, 0.0)
+        live.update(watch)
+    assert capsys.readouterr().out.count("The run waits: nobody serves stage 1.") == 2
+
+
+def test_a_coordinator_that_is_started_again_says_nothing_before_it_has_looked(capsys):
+    """Its files say how far the run is, and nothing of who serves it."""
+    watch, live = make_watch(), LiveView(10)
+    watch.begun_at = 3
+    watch.observe(SwarmView(2), {}, 0.0)
+    live.update(watch)
+    assert capsys.readouterr().out == ""
+    watch.observe(VIEW, {}, 1.0)
+    live.update(watch)
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step 3/10 .* peers 2,1\n$", capsys.readouterr().out)
+
+
+def test_who_looks_on_is_told_that_the_run_went_back(capsys):
+    watch, live = make_watch(), LiveView(10)
+    watch.begun_at = 9
+    for step in (0, 3, 7, 5, 6):
+        watch.lines = [{"optimizer_step": step, "loss": 1.0, "tokens_per_s": 1.0}] if step else []
+        live.update(watch)
+    out = capsys.readouterr().out
+    assert out.count("gone back") == 1
+    assert "The run has gone back from optimizer step 7 to 5." in out
+
+
+def test_a_note_gives_a_terminal_no_commands():
+    note = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e[red]\nnote"
+    view = SwarmView(2, (replace(peer("a", 0), note=note, is_reachable=False),))
+    terminal = io.StringIO()
+    Console(width=160, file=terminal, color_system=None, force_terminal=True).print(
+        peers_table(RunWatch(make_watch().manifest, view))
+    )
+    assert "]52;c;ZXZpbA== [2J [red] note; others cannot dial it" in terminal.getvalue()
+    assert not {"\x1b", "\x07", "\u202e"} & set(terminal.getvalue())
