@@ -19,10 +19,11 @@ from pathlib import Path
 from cyclopts import App
 from faults import KINDS
 from liars import HONEST, LIES
+from outcome import Outcome, run_schedule
 from planted import planted
 from schedule import LIES_S, Schedule, numbered
 from tqdm import tqdm
-from tube import WATCHES, Outcome, run_schedule
+from tube import WATCHES
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("swarm_peer", "coordinator", "tests/tube")

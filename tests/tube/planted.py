@@ -15,8 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from outcome import Outcome, run_schedule
 from schedule import Schedule, numbered
-from tube import Outcome, run_schedule
 
 import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module

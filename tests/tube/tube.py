@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gc
 import itertools
-import logging
 import random
-import tempfile
-import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
-import torch
 from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, check_calm, check_lost, has_checkpoint, newest_of_all
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
-from finish import FinishInvariants, FinishPeriodicInvariants, num_steps
+from finish import FinishInvariants, FinishPeriodicInvariants
 from honest import HonestInvariants
-from hosted import obeying_schedules, run_coordinator, run_peer, run_stranger
+from hosted import run_coordinator, run_peer, run_stranger
 from hosts import INVITE, RUN_KEY, Host, identity_of, invite_of
 from invariants import Invariants, members_of
 from liars import HONEST, LIES, Liar
-from loop import TubeLoop, run
+from loop import TubeLoop
+from manifests import make_manifest
 from network import Link
 from periodic import PeriodicInvariants
 from schedule import Event, Schedule
 from short import ShortInvariants
-from small import max_in_flight, pieces_of
 from standing import note_standing
-from world import LogToWorld, World
+from stores import FailingStore
+from world import World
 
-from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.invites import InviteBook
 from coordinator.watch.ending import ENDED_BY_OPERATOR, end_run_for
-from swarm_peer.config import RunManifest
-from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.protocol.epochs import COORDINATORS
@@ -72,20 +64,6 @@ MOST_LONGER_S = 60.0
 # What faults have led to may show late: in this share of schedules the swarm is left alone as it is for a while.
 QUIET_SHARE, QUIET_S = 0.125, 60.0
 
-CONFIG: dict[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": 256,
-    "n_positions": 8,
-    "n_embd": 8,
-    "n_head": 1,
-    "tie_word_embeddings": False,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
 WATCHES: dict[str, type[Invariants]] = {
     "periodic": PeriodicInvariants,
     "delayed": Invariants,
@@ -103,83 +81,6 @@ WATCHES: dict[str, type[Invariants]] = {
 # are left to a majority. Newcomers join so long after the lie has begun.
 MAY_LIE = 6
 NEWCOMERS_AFTER_S = (10.0, 90.0)
-
-
-def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
-    """A run with the times of links at home, and a model that costs next to nothing."""
-    steps, validation_every = (num_steps(seed), 5) if mode.startswith("finish") else (1000, 0)
-    averaging = mode.removeprefix("finish-").removeprefix("lost-")
-    averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
-        averaging, averaging
-    )
-    averaging = "synchronous" if mode == "liar" else averaging
-    # Where averaging is periodic, snapshots are of the ends of periods.
-    snapshot_every = 5 if averaging == "periodic" else random.Random(f"snapshots {seed}").choice([2, 5])
-    return RunManifest.model_validate(
-        {
-            "name": "tube",
-            "seed": 1,
-            "model": {"config": CONFIG | {"n_layer": stages}},
-            "stages": {"count": stages, "peers_to_start": 1},
-            # Another number for another text: which documents are held out is remembered for its settings.
-            "data": {"sequence_length": 7, "validation_documents": 3 if mode == "short" else 4},
-            "training": {
-                "steps": steps,
-                "global_batch_size": 8,
-                "microbatch_size": 2,
-                "validation_every": validation_every,
-                "validation_samples": 6,
-            },
-            "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
-            "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0, "max_in_flight": max_in_flight(seed)},
-            "averaging": {
-                "mode": averaging,
-                "eager_updates": mode == "eager",
-                "inner_steps": 5,
-                "round_timeout_s": 15.0,
-                "chunk_timeout_s": 4.0,
-                "compare_weights_every": 5,
-            },
-            "recovery": {"snapshot_every": snapshot_every},
-        }
-    )
-
-
-@dataclass
-class Outcome:
-    """What came of a schedule.
-
-    Attributes:
-        steps: rounds that stage 0 has committed
-        validated: shares of validations that were compared with one process's
-        passes: over the text that are over
-        told: lies
-        price_s: for how long they may cost pace
-        liars: the peers that have told them
-        entries: where one member lies: when each was first followed, its stage, and the samples in it that each peer
-            has computed
-    """
-
-    seed: str
-    violations: list[str]
-    trace_hash: str
-    steps: int = 0
-    strikes: dict[str, int] = field(default_factory=dict)
-    moves: int = 0
-    rewinds: int = 0
-    doubled: int = 0
-    lost: int = 0
-    checked: int = 0
-    validated: int = 0
-    passes: int = 0
-    events: int = 0
-    virtual_s: float = 0.0
-    cpu_s: float = 0.0
-    log: list[str] = field(default_factory=list)
-    told: int = 0
-    price_s: float = 0.0
-    liars: list[str] = field(default_factory=list)
-    entries: list[tuple[float, int, dict[str, int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -814,97 +715,6 @@ class Tube:
             begun = int(operator.clock.unix_s())
             await end_run_for(dht, self._run_key, begun, ENDED_BY_OPERATOR)
             await anyio.sleep(2.0)
-
-
-class FailingStore(CheckpointStore):
-    """Checkpoints on a disk that may be full, lose power in the middle of a write, or not answer.
-
-    Attributes:
-        unanswered: the share of requests that fail
-    """
-
-    def __init__(self, tube: Tube, url: str):
-        super().__init__(url, 2)
-        self.unanswered = 0.0
-        self._tube = tube
-        self._rng = tube.world.rng(f"store {len(tube.stores)}")
-        for name in ("folders", "exists", "read", "describe", "begin", "write", "publish", "remove"):
-            setattr(self._files, name, partial(self._request, getattr(self._files, name)))
-
-    def _request(self, send: Any, *args: Any, **options: Any) -> Any:
-        if self.unanswered and self._rng.random() < self.unanswered:
-            raise OSError(errno.EIO, "Input/output error")
-        return send(*args, **options)
-
-    def save(self, *args: Any) -> str:
-        if self._tube.checkpoint_failure == "full":
-            raise UserError("the disk is full")
-        address = super().save(*args)
-        if not Path(address).exists():
-            self._tube.violation(f"the checkpoint {Path(address).name} is gone as soon as it is saved")
-        if self._tube.checkpoint_failure == "torn":
-            tear(Path(address))
-        unanswered, self.unanswered = self.unanswered, 0.0
-        self._tube.invariants.check_checkpoint(self)
-        self.unanswered = unanswered
-        return address
-
-
-def tear(folder: Path) -> None:
-    """Leave a part of a file, as a power failure does."""
-    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data = largest.read_bytes()
-    largest.write_bytes(data[: len(data) // 2])
-
-
-def run_schedule(schedule: Schedule) -> Outcome:
-    """Run a schedule in this process."""
-    torch.set_num_threads(1)
-    gc.disable()  # it would end forgotten generators at moments that differ from machine to machine
-    gc.collect()
-    gc.freeze()  # modules need no look
-    random.seed(f"global {schedule.seed}")
-    began_s = time.process_time()
-    logger = logging.getLogger()
-    hivemind_logger = logging.getLogger("hivemind")
-    hivemind_logger.handlers.clear()  # it has one of its own, which prints
-    hivemind_logger.propagate = True
-    outcome = Outcome(schedule.seed, [], "")
-
-    async def main(loop: TubeLoop) -> Tube:
-        tube = Tube(schedule, loop, Path(folder))
-        handler = LogToWorld(tube.world)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        try:
-            with tube.invariants.watching(), obeying_schedules(), tube.lies:
-                await tube.run()
-        except Exception as error:
-            tube.world.violation(f"the tube itself failed: {error!r}", error)
-        finally:
-            logger.removeHandler(handler)
-            outcome.virtual_s = loop.time()
-        return tube
-
-    with tempfile.TemporaryDirectory(prefix="tube-") as folder, ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(pieces_of(schedule.seed))
-        tube = run(main)
-    world, records = tube.world, tube.invariants.records
-    outcome.violations, outcome.trace_hash, outcome.log = world.violations, world.trace_hash, world.log
-    outcome.steps = len(tube._committed[0])
-    outcome.strikes = dict(world.strikes)
-    outcome.moves, outcome.rewinds = records.moves_of.total(), records.rewinds
-    outcome.doubled, outcome.lost = records.doubled, tube.lost
-    outcome.checked, outcome.validated, outcome.passes = records.checked, records.validated, records.passes
-    outcome.events = world.num_events
-    if tube.liar is not None:
-        outcome.told, outcome.price_s = tube.liar.told, tube.liar.price_s
-        outcome.liars = [host.name for host in world.liars]
-    outcome.entries = list(tube.invariants.entries)
-    outcome.cpu_s = time.process_time() - began_s
-    return outcome
 
 
 def _stage_served(host: Host) -> int | None:

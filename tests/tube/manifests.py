@@ -1,0 +1,65 @@
+"""What the runs of the tube are like: a tiny model, and the times of links at home."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from finish import num_steps
+from small import max_in_flight
+
+from swarm_peer.config import RunManifest
+
+CONFIG: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_positions": 8,
+    "n_embd": 8,
+    "n_head": 1,
+    "tie_word_embeddings": False,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
+    """A run with the times of links at home, and a model that costs next to nothing."""
+    steps, validation_every = (num_steps(seed), 5) if mode.startswith("finish") else (1000, 0)
+    averaging = mode.removeprefix("finish-").removeprefix("lost-")
+    averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
+        averaging, averaging
+    )
+    averaging = "synchronous" if mode == "liar" else averaging
+    # Where averaging is periodic, snapshots are of the ends of periods.
+    snapshot_every = 5 if averaging == "periodic" else random.Random(f"snapshots {seed}").choice([2, 5])
+    return RunManifest.model_validate(
+        {
+            "name": "tube",
+            "seed": 1,
+            "model": {"config": CONFIG | {"n_layer": stages}},
+            "stages": {"count": stages, "peers_to_start": 1},
+            # Another number for another text: which documents are held out is remembered for its settings.
+            "data": {"sequence_length": 7, "validation_documents": 3 if mode == "short" else 4},
+            "training": {
+                "steps": steps,
+                "global_batch_size": 8,
+                "microbatch_size": 2,
+                "validation_every": validation_every,
+                "validation_samples": 6,
+            },
+            "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+            "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0, "max_in_flight": max_in_flight(seed)},
+            "averaging": {
+                "mode": averaging,
+                "eager_updates": mode == "eager",
+                "inner_steps": 5,
+                "round_timeout_s": 15.0,
+                "chunk_timeout_s": 4.0,
+                "compare_weights_every": 5,
+            },
+            "recovery": {"snapshot_every": snapshot_every},
+        }
+    )
