@@ -187,9 +187,11 @@ class Replica:
         with self._placing:
             while True:
                 await join(agreement, self.stage, self.parts.sources, explain)
-                self.parts.reports.begin(self._peer.agreement.core.members[self.stage].log.optimizer_step)
+                member = agreement.core.members[self.stage]
+                self.parts.reports.begin(member.log.optimizer_step)
                 await agreement.changed.wait_for(lambda: not self.has_place)
                 log.warning("place_lost stage=%d epoch=%s", self.stage, tuple(agreement.core.epoch.id))
+                self.parts.driver.keep_weights(member)
 
     async def _launch(self, launcher: BatchLauncher, unreadable: Callable[[UserError], None]) -> None:
         await launcher.run()

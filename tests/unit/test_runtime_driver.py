@@ -467,22 +467,56 @@ class Lagging:
         self.state, self.is_behind, self.log, self.ledger = "old", True, log, None
         self.members, self.epoch, self.resigned = {1: self}, SimpleNamespace(roster=lambda stage: "ab"), []
         self.resign = self.resigned.append
+        self.work = SimpleNamespace(void_all=lambda number: None)
+        self.prepared = []
+        self.prepare = lambda *state: self.prepared.append(state)
 
-    def reached(self, state):
-        self.state, self.is_behind = state, False
+    def reached(self, state, ledger=None):
+        self.state, self.is_behind = state, state != "new"
+
+
+class AsFar(Nobody):
+    """Stage-mates that lack what this seat lacks."""
+
+    async def state(self):
+        return Taken("old", {}, "old", None)
+
+
+def driver_of(core, sources, clock):
+    agreement = SimpleNamespace(core=core, changed=Condition())
+    return RoundDriver(agreement=agreement, stage=1, workplace=Shop(), averager=None, sources=sources, clock=clock)
+
+
+def test_a_seat_whose_stage_mates_lack_the_same_update_gives_up_its_place():
+    """They would take over each other's states for ever, and the run go back never."""
+
+    async def run():
+        core, clock = Lagging(), MovedClock(now=100.0)
+        driver = driver_of(core, AsFar(), clock)
+        await driver._try(driver._catch_up)
+        assert driver.complaint().trouble is Trouble.NO_STATE
+        clock.now += driver_module.PATIENCE_S + 1
+        await driver._try(driver._catch_up)
+        assert core.resigned == [1]
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize(
+    ("is_behind", "weights", "is_kept"), [(False, "new", True), (True, "new", False), (False, "old", False)]
+)
+def test_a_seat_that_is_put_out_comes_back_with_the_newest_weights(is_behind, weights, is_kept):
+    core = Lagging()
+    driver = driver_of(core, Nobody(), MovedClock(now=100.0))
+    core.state, core.is_behind, driver._weights = "new", is_behind, (BEGINNING, weights)
+    driver.keep_weights(core)
+    assert core.prepared == ([(1, core.log, "new", (), None)] if is_kept else [])
 
 
 def test_a_seat_that_has_caught_up_since_has_its_time_for_the_next_state_that_it_lacks():
     async def run():
         core, clock = Lagging(), MovedClock(now=100.0)
-        driver = RoundDriver(
-            agreement=SimpleNamespace(core=core, changed=Condition()),
-            stage=1,
-            workplace=Shop(),
-            averager=None,
-            sources=Nobody(),
-            clock=clock,
-        )
+        driver = driver_of(core, Nobody(), clock)
         await driver._try(driver._catch_up)
         clock.now = 101.0
         await driver._try(driver._catch_up)

@@ -190,6 +190,14 @@ class RoundDriver:
         if self._served is not None and self._served.work.lost and not self._is_leaving:
             self._lost(self._served.work.lost)
 
+    def keep_weights(self, former: Member) -> None:
+        """Have the weights of a place that this peer has lost be those that it comes back with, if they are the newest.
+
+        Nobody else may have them: its stage-mates may have left meanwhile, or still be behind.
+        """
+        if self._weights == (former.log.restart, former.state) and not former.is_behind:
+            self._agreement.core.prepare(self._stage, former.log, former.state, (), former.ledger)
+
     async def _leave_place(self) -> None:
         self._shut()
         if (former := self._served) is not None:
@@ -290,7 +298,7 @@ class RoundDriver:
     async def _catch_up(self) -> None:
         """Take over the updates that stage-mates have made, or a state."""
         member = self._member()
-        restart = member.log.restart
+        restart, before = member.log.restart, member.state
         self._shut()
         rounds = {head: number for number, head in member.log.heads().items()}
         try:
@@ -317,6 +325,10 @@ class RoundDriver:
             self._weights = restart, taken.weights
             self.updates = dict(taken.updates)
             member.reached(taken.state, taken.ledger)
+            if taken.state == before:
+                lack = NotServing("its stage-mates lack the same updates")
+                self._note_lack(lack)
+                raise lack
 
     def _note_lack(self, error: CallError) -> None:
         """Give up the place if nobody has the state any more: the run can go back once the stage is empty."""
