@@ -249,10 +249,10 @@ class Core:
 
     def _is_stuck(self, stage: int, now_s: float) -> bool:
         """Whether the leader of a stage has had its member here wait for long."""
-        timing, leader = self.membership.timing, self.epoch.leader(stage)
+        leader = self.epoch.leader(stage)
         if (waits := self._waits.get(stage)) is None or waits.leader != leader:
             waits = self._waits[stage] = Waits(now_s, leader)
-        return waits.look(now_s, self.members[stage], timing.resend_s) > timing.stuck_s
+        return waits.look(now_s, self.members[stage], self.membership.timing)
 
     # --- what follows from an epoch
 
@@ -266,6 +266,7 @@ class Core:
         for stage in [stage for stage in self.members if stage not in mine]:
             del self.members[stage]
             self.leaders.pop(stage, None)
+            self._waits.pop(stage, None)
         for stage in sorted(mine - {-1}):
             if stage not in self.members:
                 log, state, ledger = self._prepared.pop(stage, (None, "", None))

@@ -284,7 +284,8 @@ def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:
             return wish.author in roster[1:] and wish.leader == roster[0]
         case Offer():
             are_sound = all(0 <= s.stage < rules.num_stages and s.entry for s in wish.snapshots)
-            return wish.author in epoch.seats and are_sound and 0 <= wish.round < MAX_ROUND
+            # Also of one without a place: who has left its stage to take over the lost one may hold the only snapshots.
+            return are_sound and 0 <= wish.round < MAX_ROUND
 
 
 def choose_restart(epoch: Epoch, wishes: Iterable[Wish], rules: Rules) -> Restart | None:

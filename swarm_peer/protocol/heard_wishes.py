@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from swarm_peer.protocol.statements import Seat, Sign, Signed, Wish, subject_of
+from swarm_peer.protocol.statements import Seat, Sign, Signed, Silent, Statement, Wish, subject_of
+
+# A wish that its author has not repeated for so many times resend_s is none any more.
+WISHES_LAPSE = 8
 
 
 class HeardWishes:
@@ -22,19 +25,24 @@ class HeardWishes:
         known = self._heard.get(subject_of(wish))
         return known is None or known[0].body != wish
 
+    def accuses(self, author: Seat) -> bool:
+        """Whether a voter has found somebody silent. Once it hears all of them again, it says that, too."""
+        return any(isinstance(body, Silent) and body.author == author and bool(body.seats) for body in self.bodies)
+
     def renew(self, wish: Wish, sign: Sign, now_s: float) -> Signed[Wish]:
         """Note a wish of this seat's own, which it signs once."""
         signed = sign(wish) if self.is_new(wish) else self._heard[subject_of(wish)][0]
         self.hear(signed, now_s)
         return signed
 
-    def lapse(self, before_s: float) -> None:
-        """Forget what was heard last before a time."""
-        self._heard = {subject: each for subject, each in self._heard.items() if each[1] >= before_s}
+    def lapse(self, now_s: float, resend_s: float) -> None:
+        """Forget what its author has not repeated for long."""
+        since_s = now_s - WISHES_LAPSE * resend_s
+        self._heard = {subject: each for subject, each in self._heard.items() if each[1] >= since_s}
 
-    def of(self, author: Seat) -> bool:
-        """Whether a seat wishes for something."""
-        return any(body.author == author for body in self.bodies)
+    def authors(self, kind: type[Statement] = Statement) -> set[Seat]:
+        """Those who wish something, or something of one kind."""
+        return {body.author for body in self.bodies if isinstance(body, kind)}
 
     @property
     def bodies(self) -> list[Wish]:

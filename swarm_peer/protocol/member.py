@@ -491,4 +491,6 @@ class Member:
             done = num_windows(working.computed.samples)
             lacks_grant = self.wants_samples and not self.may_launch(1) and done >= working.computed.claimed
             return bool(lacks_grant) or done >= self._context.batch
+        if working is not None:
+            return False
         return present is not None and not self.is_behind and self._is_ready(present)

@@ -56,8 +56,6 @@ from swarm_peer.protocol.statements import (
     Wish,
 )
 
-# A wish that its author has not repeated for so many times resend_s is none any more.
-WISHES_LAPSE = 8
 # Numbers of ballots grow no faster with time than these. One beyond all numbers would end all epochs.
 FIRST_BALLOTS = 64
 BALLOTS_PER_S = 200
@@ -125,6 +123,7 @@ class Membership:
         self._since_s = self._wanted_since_s = self._now_s
         self._watched = self.epoch.watched_by(self.me, self.rules.num_stages)
         self._wishes = HeardWishes()
+        self.stuck = frozenset()  # of the leaders before
         self._probed_s = {seat: at_s for seat, at_s in self._probed_s.items() if seat in self.epoch.seats}
         self._promised = NO_BALLOT
         self._accepted: tuple[Ballot, Wishes] | None = None
@@ -168,7 +167,7 @@ class Membership:
         """
         epoch = self.epoch
         leads = any(epoch.leader(stage) == self.me for stage in self.stages)
-        needs = leads or self._wishes.of(self.me) or self.me in epoch.wished_of
+        needs = leads or self.me in self._wishes.authors() or self.me in epoch.wished_of
         return needs and not self._hears_quorum(self._now_s - self.timing.silent_s)
 
     def unheard_voters(self, since_s: float) -> list[Seat]:
@@ -188,9 +187,8 @@ class Membership:
         If it cannot be reached again as that question is repeated, it has had its time.
         """
         for seat in {each for each in (*self._watched, *self._probed_s) if each.peer == peer}:
-            if seat not in self._probed_s:
+            if (asked_s := min(self._probed_s.get(seat, self._now_s), self._now_s)) == self._now_s:
                 self._next_resend_s = self._now_s
-            asked_s = min(self._probed_s.get(seat, self._now_s), self._now_s)
             is_gone = self._now_s >= asked_s + self.timing.resend_s
             self._probed_s[seat] = min(asked_s, self._now_s - self.timing.probe_s) if is_gone else asked_s
 
@@ -248,7 +246,8 @@ class Membership:
                 for seat in sorted(seats & set(self.epoch.seats) - {self.me}):
                     self._probed_s.setdefault(seat, later_s)
             case Wanted(wish) if self.me in self.epoch.wished_of and self._may_wish(wish.body):
-                self._wishes.hear(wish, self._now_s)
+                if wish.body.author != self.me:
+                    self._wishes.hear(wish, self._now_s)
             case Prepare(ballot) if is_voter and sender == ballot.proposer and sender in self.epoch.voters:
                 self._handle_prepare(ballot)
             case Promise(ballot, accepted) if ballot == self._ballot and sender in self.epoch.voters:
@@ -291,10 +290,11 @@ class Membership:
         for stage in sorted(self.stuck & mine):
             if (leader := epoch.leader(stage)) is not None and leader != self.me:
                 own.append(Stuck(self.me, epoch.id, stage, leader))
-        if mine and epoch.lost:
+        if self.desired and epoch.lost:
             own.append(Offer(self.me, epoch.id, *self.holds))
-        if self.me in epoch.voters and (silent := self._silent()):
-            own.append(Silent(self.me, epoch.id, silent))
+        silent = Silent(self.me, epoch.id, self._silent())
+        if self.me in epoch.voters and (silent.seats or self._wishes.accuses(self.me)):
+            own.append(silent)
         return own
 
     def _wish(self, own: Iterable[Wish]) -> None:
@@ -316,14 +316,13 @@ class Membership:
         # Other voters may not watch them. Nobody repeats what others have said.
         if missing := frozenset(self._probed_s) & set(self._watched):
             self._send_all(epoch.voters, Missing(missing))
-        self._wishes.lapse(self._now_s - WISHES_LAPSE * self.timing.resend_s)
+        self._wishes.lapse(self._now_s, self.timing.resend_s)
 
     def _waits_for_offers(self) -> bool:
         """Whether a stage is lost, and some seats may yet say which snapshots they hold."""
-        if not self.epoch.lost:
-            return False
-        told = {wish.author for wish in self._wishes.bodies if isinstance(wish, Offer)}
-        return not told >= set(self.epoch.seats) and self._now_s < self._since_s + self.timing.offers_s
+        is_early = self._now_s < self._since_s + self.timing.offers_s
+        could = {*self.epoch.seats, *self._wishes.authors(Join)}
+        return bool(self.epoch.lost) and is_early and not self._wishes.authors(Offer) >= could
 
     # --- Paxos, for the next number
 
@@ -389,8 +388,9 @@ class Membership:
             self._send(ballot.proposer.peer, Vote(vote))
 
     def _may_wish(self, wish: Wish) -> bool:
-        has_ticket = not isinstance(wish, Join) or self._has_ticket(wish.author)
-        return has_ticket and is_sound(wish, self.epoch, self.rules)
+        """Whether a wish is about this epoch, and its author has a place, or a ticket for one."""
+        needs_ticket = isinstance(wish, Join) or wish.author not in self.epoch.seats
+        return is_sound(wish, self.epoch, self.rules) and (not needs_ticket or self._has_ticket(wish.author))
 
     def _acceptable(self, wishes: Wishes) -> Epoch | None:
         """The epoch that these wishes make; None if they make none, or go back further than need be.
@@ -398,7 +398,7 @@ class Membership:
         Not for ever: another voter may have accepted them before it heard of the offers that this one has heard of.
         """
         bodies = [signed.body for signed in wishes]
-        if not all(self._has_ticket(wish.author) for wish in bodies if isinstance(wish, Join)):
+        if not all(map(self._may_wish, bodies)):
             return None
         successor = next_epoch(self.epoch, bodies, self.rules)
         if successor is None or successor.restart == self.epoch.restart:
@@ -470,7 +470,7 @@ class Membership:
 
     def _announce(self, certified: Certified) -> None:
         """Follow an epoch that was chosen just now, and tell everybody in it or in the one before, and who wish."""
-        before, wish = self.epoch, [body.author for body in self._wishes.bodies]
+        before, wish = self.epoch, sorted(self._wishes.authors())
         self.learn([certified])
         for seat in dict.fromkeys((*before.seats, *self.epoch.seats, *wish)):
             if seat != self.me:

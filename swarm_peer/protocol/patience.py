@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.protocol.log import Cut
 from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Timing
 from swarm_peer.protocol.statements import Seat
 
 # Rounds in which a seat that was late once is not waited for; each further time it is four times as many.
@@ -101,8 +103,8 @@ class Waits:
     """How long a member has waited for one leader, over all of its rounds.
 
     Time in which it has work of its own makes up for some of that, and so does each round that ends. An average is such
-    work once an entry is of its cut, and was waiting once an entry of that round is of another: a leader that has
-    members average in vain does nothing.
+    work once an entry is of its cut. Once another cut has come, it was waiting: a leader that has members average in
+    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame.
 
     Attributes:
         waited_s: more than what was made up for
@@ -112,33 +114,45 @@ class Waits:
         self.leader = leader
         self.waited_s = 0.0
         self._looked_s = now_s
-        # By the hash of each cut of the open round, how long it was averaged.
-        self._averages: dict[str, float] = {}
+        self._averaged: tuple[Cut, float] | None = None
+        self._excused = set[Seat]()
         self._round = 0
 
-    def look(self, now_s: float, member: Member, most_s: float) -> float:
-        """Note what a member does since the last look. Returns for how many seconds its leader has had it wait.
-
-        Args:
-            most_s: since the last look; more is a stall of this process
-        """
-        passed_s, self._looked_s = min(now_s - self._looked_s, most_s), now_s
-        if member.log.next_round != self._round:
-            self._end_round(member)
+    def look(self, now_s: float, member: Member, timing: Timing) -> bool:
+        """Note what a member does since the last look. Returns whether its leader has had it wait for too long."""
+        # More is a stall of this process.
+        passed_s, self._looked_s = min(now_s - self._looked_s, timing.resend_s), now_s
         cut = member.averaging
+        if member.log.next_round != self._round:
+            self.waited_s = max(0.0, self.waited_s - FREE_S * max(member.log.next_round - self._round, 0))
+            self._round = member.log.next_round
+            for committed in member.log.committed:
+                self._settle(committed.entry.cut)
+            self._averaged = None
+        elif cut is not None:
+            self._settle(cut, is_under_way=True)
         if cut is not None:
-            self._averages[cut.hash] = self._averages.get(cut.hash, 0.0) + passed_s
+            spent_s = self._averaged[1] if self._averaged is not None else 0.0
+            self._averaged = cut, spent_s + passed_s
         else:
             self._add(passed_s, is_work=not member.is_waiting)
-        return self.waited_s + sum(s for of, s in self._averages.items() if cut is None or of != cut.hash)
+        self.waited_s = min(self.waited_s, 2 * timing.stuck_s)
+        return self.waited_s > timing.stuck_s
 
-    def _end_round(self, member: Member) -> None:
-        passed, self._round = member.log.next_round - self._round, member.log.next_round
-        self.waited_s = max(0.0, self.waited_s - FREE_S * passed)
-        agreed = {committed.entry.cut.hash for committed in member.log.committed}
-        for cut, spent_s in self._averages.items():
-            self._add(spent_s, is_work=cut in agreed)
-        self._averages.clear()
+    def _settle(self, cut: Cut, *, is_under_way: bool = False) -> None:
+        """Note what the last average was good for, now that a cut of its round has come."""
+        if self._averaged is None or cut.round != self._averaged[0].round:
+            return
+        before, spent_s = self._averaged
+        if cut.hash == before.hash:
+            if not is_under_way:
+                self._add(spent_s, is_work=True)
+            return
+        left_out = set(before.seats) - set(cut.seats) - self._excused
+        self._excused |= left_out
+        if not left_out:
+            self._add(spent_s, is_work=False)
+        self._averaged = None
 
     def _add(self, spent_s: float, *, is_work: bool) -> None:
         self.waited_s = max(0.0, self.waited_s - spent_s / WORK_PER_WAIT) if is_work else self.waited_s + spent_s

@@ -153,6 +153,7 @@ class Mover:
             UserError: this machine cannot read the stage's data
         """
         resolved, max_memory = self._context.resolved, self._context.options.max_memory
+        self._parts.agreement.core.forget_prepared(stage)  # of a move that came to nothing: its replica is gone
         view = await self._directory.refresh_surely([stage])
         room = await self._context.threads.run(
             has_room_beside, resolved, replica.stage, stage, self._parts.device, max_memory

@@ -361,7 +361,7 @@ class Peer:
             async with self._directory.kept_fresh([replica.stage]):
                 await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
         is_serving = self._lifecycle.state is PeerState.SERVING
-        if is_serving and self._lifecycle.has_ended and not replica.is_over and not replica.stage_mates():
+        if is_serving and self._lifecycle.has_ended and not self._metrics.run_is_over and not replica.stage_mates():
             text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
             log.warning(text, replica.stage)
         self._lifecycle.enter(PeerState.DRAINING)

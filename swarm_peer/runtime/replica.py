@@ -118,11 +118,6 @@ class Replica:
         member = self._member
         return member is not None and member.log.optimizer_step >= self._manifest.training.steps
 
-    @property
-    def is_over(self) -> bool:
-        """Whether this peer need not hand over what it has, since the run is over or nothing of it is left to do."""
-        return self._peer.context.metrics.run_is_over or self.is_finished
-
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
         admission, step = self.parts.core.admission, self.step
@@ -230,7 +225,7 @@ class Replica:
 
     async def _give_work(self) -> None:
         member = self._member
-        if member is None or self.is_over:
+        if member is None or self._peer.context.metrics.run_is_over or self.is_finished:
             return
         held = await self.parts.driver.leave()
         if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
@@ -257,11 +252,12 @@ class Replica:
         def wanted() -> frozenset[int]:
             return (membership.prepared | membership.stages) & {next_stage()}
 
-        with anyio.move_on_after(0 if self.is_over else PLACE_S):
+        metrics = self._peer.context.metrics
+        with anyio.move_on_after(0 if metrics.run_is_over else PLACE_S):
             while membership.desired != wanted():  # again, if this peer is told to end meanwhile
                 membership.desired = wanted()
                 agreement.look()
-                await agreement.changed.wait_for(lambda: membership.stages <= membership.desired)
+                await agreement.changed.wait_for(lambda: membership.stages <= membership.desired or metrics.run_is_over)
             await agreement.told()  # it may be the only one that knows the epoch without it
 
     async def _publish_progress(self, launcher: BatchLauncher) -> None:

@@ -225,37 +225,58 @@ def test_of_two_that_name_a_sample_the_seat_that_was_granted_it_counts():
     assert [each.name.seat for each in stage.begin().brings if each.samples] == [X]
 
 
-def waited_s(waits, member, until_s):
-    """What a member finds that it has waited, at each half second until a time."""
-    found = 0.0
-    for half_seconds in range(1, int(2 * until_s) + 1):
-        found = waits.look(half_seconds / 2, member, TIMING.resend_s)
-    return found
+def look(waits, member, seconds):
+    """Look at a member each half second for some time. Returns what it has waited."""
+    for _ in range(int(2 * seconds)):
+        waits.look(waits._looked_s + 0.5, member, TIMING)
+    return waits.waited_s
 
 
 def test_averages_in_vain_are_no_signs_of_life_of_a_leader():
     stage = Stage(epoch_of(1, A, B, X), A, B)
-    member = stage.members[B]
-    waits = Waits(0.0, A)
+    member, waits = stage.members[B], Waits(0.0, A)
     cut = stage.begin()
-    assert waited_s(waits, member, 40) == 0, "nobody knows yet what that average is good for"
+    assert look(waits, member, 40) == 0, "nobody knows yet what that average is good for"
     member.take_cut(replace(cut, attempt=1))
     assert member.averaging.attempt == 1
-    assert waits.look(40.5, member, TIMING.resend_s) == 40
+    assert look(waits, member, 0.5) == 40
+
+
+def test_a_leader_may_find_who_was_to_blame_for_an_average_once_for_each_seat():
+    stage = Stage(epoch_of(1, A, B, X), A, B)
+    member, waits = stage.members[B], Waits(0.0, A)
+    cut = stage.begin()
+    without = tuple(part for part in cut.parts if part.seat != X)
+    for attempt, parts in enumerate([without, cut.parts, without], start=1):
+        look(waits, member, 40)
+        member.take_cut(replace(cut, attempt=attempt, parts=parts))
+        look(waits, member, 0.5)
+        assert waits.waited_s == (0, 40.5, 81)[attempt - 1]
 
 
 def test_an_average_that_ends_its_round_is_no_waiting():
     stage = Stage(epoch_of(1, A, B), A, B)
     cut, member = stage.begin(), stage.members[B]
     waits = Waits(0.0, A)
-    waited_s(waits, member, 40)
+    look(waits, member, 40)
     for each in stage.members.values():
         each.averaged(cut, "good")
     stage.say()
     stage.tick(41)
     [committed] = stage.leads.log.committed
     member.take_commit(committed)
-    assert waits.look(40.5, member, TIMING.resend_s) == 0
+    assert look(waits, member, 0.5) == 0
+
+
+def test_a_new_leader_is_not_taken_for_the_one_before():
+    net = Net(epoch_of(1, A, B, D), A, B, D)
+    for member in net.members.values():
+        member.desired = frozenset({0})
+    for peer in ("b", "d"):
+        net.members[peer].stuck = frozenset({0})
+    net.run(TIMING.propose_s + 1.0, stop=lambda: net.members["b"].epoch.leader(0) == B)
+    net.run(net.now_s + 5.0)
+    assert net.members["b"].epoch.leader(0) == B
 
 
 def test_all_whom_nobody_reaches_are_left_out_for_the_round():

@@ -145,6 +145,11 @@ def test_the_newest_snapshot_of_all_stages_is_where_it_begins_anew():
     assert next_epoch(found, [], RULES) is None
 
 
+def test_who_left_its_place_to_take_over_the_lost_stage_offers_what_it_holds():
+    found = next_epoch(LOST, [fresh(E, 1), offer(A, 34), offer(E, 33, (30, 0), (30, 1))], RULES)
+    assert found.restart == Restart(35, 30, ("30/0", "30/1"), found.id)
+
+
 def test_the_snapshots_of_a_restart_are_of_one_base():
     def held(*snapshots):
         return frozenset(Snapshot(step, stage, f"{base}/{step}/{stage}", base) for step, stage, base in snapshots)

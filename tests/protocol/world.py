@@ -258,9 +258,7 @@ class World(Cluster):
 
     def _restart_for(self, epoch: Epoch, cores: Iterable[Core]) -> object:
         offers = [
-            Offer(core.membership.me, epoch.id, *core.membership.holds)
-            for core in cores
-            if core.membership.me in epoch.seats
+            Offer(core.membership.me, epoch.id, *core.membership.holds) for core in cores if core.membership.desired
         ]
         return choose_restart(epoch, offers, self.rules)
 

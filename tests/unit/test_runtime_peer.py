@@ -161,23 +161,24 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
 
 
 @pytest.mark.parametrize(
-    ("mates", "is_over", "serves", "is_told"),
+    ("mates", "run_is_over", "serves", "is_told"),
     [([], False, True, True), (["mate"], False, True, False), ([], True, True, False), ([], False, False, False)],
 )
-async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplog, mates, is_over, serves, is_told):
+async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplog, mates, run_is_over, serves, is_told):
     async def nothing(*_):
         pass
 
     peer = object.__new__(Peer)
     peer._context = make_context(MANIFEST, options=OPTIONS, clock=MovedClock())
     peer._options, peer._metrics, peer._me = OPTIONS, peer._context.metrics, "me"
+    peer._metrics.run_is_over = run_is_over
     kept_fresh = contextlib.asynccontextmanager(kept_as_it_is)
     peer._directory = SimpleNamespace(announce=nothing, view=SwarmView(2, ()), kept_fresh=kept_fresh)
     peer._lifecycle = Lifecycle(peer._context.clock)
     if serves:
         peer._lifecycle.enter(PeerState.SERVING)
     peer._lifecycle.end()
-    await peer._leave(leaving(mates, nothing, is_over=is_over))
+    await peer._leave(leaving(mates, nothing))
     assert ("leaves_alone stage=1" in caplog.text) == is_told
 
 
@@ -217,10 +218,9 @@ async def test_who_leaves_sees_who_has_come_to_serve_meanwhile(caplog):
     assert "leaves_alone" not in caplog.text
 
 
-def leaving(mates, nothing, *, is_over=False):
+def leaving(mates, nothing):
     return SimpleNamespace(
         stage=1,
-        is_over=is_over,
         step=STEP,
         stage_mates=lambda: mates,
         leave=nothing,
