@@ -44,12 +44,15 @@ class ScriptedMover(Mover):
             context=make_context(MANIFEST, options=OPTIONS),
             directory=SimpleNamespace(announce=self._announce, refresh_surely=None),
             device=SimpleNamespace(type="cpu"),
-            agreement=None,
+            agreement=SimpleNamespace(core=SimpleNamespace(forget_prepared=self._forget)),
         )
         super().__init__(parts=parts, lifecycle=lifecycle, counted=None)
         self._check_error, self._prepare_error, self._stays = check, prepare, stays
-        self.announced = []
+        self.announced, self.forgotten = [], []
         self.replica = SimpleNamespace(stage=1)
+
+    def _forget(self, stage):
+        self.forgotten.append(stage)
 
     async def _announce(self):
         self.announced.append((self._lifecycle.state, self._lifecycle.note))
@@ -171,6 +174,7 @@ async def test_a_peer_that_closes_its_stage_first_leaves_it_for_the_next_one(mon
     assert await mover._move(mover.replica, 0)
     assert mover.seen == [], "it prepares nothing"
     assert mover.moving_to == 0
+    assert mover.forgotten == [0], "a state of an earlier move that came to nothing, whose replica is gone"
 
 
 async def test_a_download_that_has_failed_is_announced_no_more(monkeypatch):
