@@ -10,6 +10,7 @@ import torch
 from contexts import ReadClock, begin_round, dispatcher, make_context
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from memory_transport import MemoryNetwork
+from tiny_models import GPT2
 
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
@@ -31,20 +32,8 @@ LENGTH, HIDDEN, VOCABULARY, SAMPLES = 6, 8, 17, 2
 
 
 def make_manifest(num_stages=2, **sections):
-    config = {
-        "model_type": "gpt2",
-        "vocab_size": VOCABULARY,
-        "n_positions": LENGTH,
-        "n_embd": HIDDEN,
-        "n_layer": 3,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "tie_word_embeddings": False,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": 3, "n_head": 2}
+    config = GPT2 | sizes
     content = {
         "name": "tiny",
         "model": {"config": config},

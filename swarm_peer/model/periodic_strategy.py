@@ -22,8 +22,8 @@ class InnerStepsStrategy(RoundStrategy):
     Stage-mates hold outer weights and momentum alike: these are what a state has, and what its root is of. Each
     replica has an optimizer's state of its own, which lasts over periods, and puts it into a state as well. A newcomer
     that takes one over in the middle of a period begins with the outer weights, so its difference is what it has
-    computed itself. A
-    replica that leaves gives its difference away, and never a gradient: stage-mates have other weights.
+    computed itself. A replica that leaves gives its difference away, and never a gradient: stage-mates have other
+    weights.
     """
 
     kept_values = 2

@@ -483,9 +483,10 @@ class Core:
         if leader is None or leader == self.membership.me:
             return []
         said = self.members[stage].sayings(self.epoch)
-        before = self._spoken.get(stage, [])
-        self._spoken[stage] = [_news_of(body) for body in said]
-        return [(leader.peer, self._message(body)) for body in said if resends or _news_of(body) not in before]
+        before, news = self._spoken.get(stage, []), [_news_of(body) for body in said]
+        self._spoken[stage] = news
+        told = [body for body, own in zip(said, news, strict=True) if resends or own not in before]
+        return [(leader.peer, self._message(body)) for body in told]
 
     def _stage_leaders(self) -> list[Seat]:
         leaders = (self.epoch.leader(stage) for stage in range(self.membership.rules.num_stages))

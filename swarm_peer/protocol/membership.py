@@ -226,9 +226,10 @@ class Membership:
             if self.acquaintances:
                 self._send(self._random.choice(self.acquaintances), Alive())
         self._watch()
-        if now_s >= self._next_resend_s or any(self._wishes.is_new(wish) for wish in self._wanted()):
+        wanted = self._wanted()
+        if now_s >= self._next_resend_s or any(map(self._wishes.is_new, wanted)):
             self._next_resend_s = now_s + self.timing.resend_s
-            self._wish(self._wanted())
+            self._wish(wanted)
             self._repeat_ballot()
         self._look_whether_to_propose()
         self._look_whether_the_key_decides()

@@ -23,7 +23,7 @@ MOST_ROUNDS = 64
 OWN_AFTER = 16
 # A member that works so many times as long as it waits never finds its leader stuck: that takes a fifth of its time.
 WORK_PER_WAIT = 4
-# So many seconds of each round a member waits for its leader, and thinks nothing of it: messages take their time.
+# A member thinks nothing of so many seconds of waiting in each round: messages take their time.
 FREE_S = 3.0
 
 

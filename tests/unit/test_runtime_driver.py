@@ -503,11 +503,17 @@ def test_a_seat_whose_stage_mates_lack_the_same_update_gives_up_its_place():
 
 
 @pytest.mark.parametrize(
-    ("is_behind", "weights", "is_kept"), [(False, "new", True), (True, "new", False), (False, "old", False)]
+    ("is_behind", "is_lost", "weights", "is_kept"),
+    [
+        (False, False, "new", True),
+        (True, False, "new", False),
+        (False, True, "new", False),
+        (False, False, "old", False),
+    ],
 )
-def test_a_seat_that_is_put_out_comes_back_with_the_newest_weights(is_behind, weights, is_kept):
+def test_a_seat_that_is_put_out_comes_back_with_the_newest_weights(is_behind, is_lost, weights, is_kept):
     core = Lagging()
-    driver = driver_of(core, Nobody(), MovedClock(now=100.0))
+    driver, core.is_lost = driver_of(core, Nobody(), MovedClock(now=100.0)), is_lost
     core.state, core.is_behind, driver._weights = "new", is_behind, (BEGINNING, weights)
     driver.keep_weights(core)
     assert core.prepared == ([(1, core.log, "new", (), None)] if is_kept else [])

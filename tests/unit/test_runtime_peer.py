@@ -161,6 +161,40 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
 
 
 @pytest.mark.parametrize(
+    ("prepared", "next_stages", "wished"),
+    [
+        ({0}, [0], [{0}]),
+        (set(), [0], [set()]),  # it takes the state over later
+        (set(), [None], [set()]),
+        ({0}, [0, None], [{0}, set()]),  # it is told to end meanwhile
+    ],
+)
+async def test_who_moves_asks_for_its_next_place_as_it_gives_up_its_own(prepared, next_stages, wished):
+    membership = SimpleNamespace(desired=frozenset({1}), stages=frozenset({1}), prepared=frozenset(prepared))
+    seen, told = [], []
+
+    def agree():
+        seen.append(set(membership.desired))
+        membership.stages, membership.prepared = membership.desired, frozenset()
+        if len(next_stages) > 1:
+            next_stages.pop(0)
+
+    async def all_told():
+        told.append(set(membership.stages))
+
+    replica = object.__new__(Replica)
+    agreement = SimpleNamespace(
+        core=SimpleNamespace(membership=membership), changed=Condition(), look=agree, told=all_told
+    )
+    metrics = SimpleNamespace(run_is_over=False)
+    replica._peer = SimpleNamespace(agreement=agreement, context=SimpleNamespace(metrics=metrics))
+    with anyio.fail_after(5):
+        await replica._give_up_place(lambda: next_stages[0])
+    assert seen == wished
+    assert told == [wished[-1]]
+
+
+@pytest.mark.parametrize(
     ("mates", "run_is_over", "serves", "is_told"),
     [([], False, True, True), (["mate"], False, True, False), ([], True, True, False), ([], False, False, False)],
 )

@@ -193,9 +193,11 @@ class RoundDriver:
     def keep_weights(self, former: Member) -> None:
         """Have the weights of a place that this peer has lost be those that it comes back with, if they are the newest.
 
-        Nobody else may have them: its stage-mates may have left meanwhile, or still be behind.
+        Nobody else may have them: its stage-mates may have left meanwhile, or still be behind. Those of a seat that has
+        given its place up, since entries of its stage are gone, are of no use.
         """
-        if self._weights == (former.log.restart, former.state) and not former.is_behind:
+        is_newest = not former.is_behind and not former.is_lost
+        if is_newest and self._weights == (former.log.restart, former.state):
             self._agreement.core.prepare(self._stage, former.log, former.state, (), former.ledger)
 
     async def _leave_place(self) -> None:
