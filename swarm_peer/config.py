@@ -122,6 +122,13 @@ class ModelSection(Section):
     """autocast type on GPUs; trained weights are always fp32, and CPUs compute in fp32"""
     adapter: AdapterSection | None = None
     """train adapters on the pretrained weights instead of these; {} for adapters as they are by default"""
+    share_base: bool | None = None
+    """whether members give the frozen weights to each other, as they are published: whoever takes part then needs no
+    copy, and no access to the hub. If not given, those of a local folder are given, and those from the hub are not,
+    since its licence may forbid it"""
+    base_sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    """the hash of the list of the frozen weights' hashes, where members give them to each other; the coordinator sets
+    it"""
     base: BasePrecision = "fp32"
     """how the weights under adapters are kept: nf4 is 4 bit with doubly quantised scales, as in QLoRA; of nf4 and int8
     embedding and head are bf16. The model is given as published, and quantised as it is read"""
@@ -139,6 +146,8 @@ class ModelSection(Section):
                 f"base={self.base} is for weights that are frozen, and all are trained: add adapter: {{}}, or leave "
                 f"base out"
             )
+        if self.adapter is None and (self.share_base or self.base_sha256):
+            raise ValueError("share_base is for weights that are frozen, and all are trained: leave it out")
         if self.adapter is not None and self.pretrained is None:
             raise ValueError("adapter adapts pretrained weights, and there are none: give pretrained, or leave it out")
         return self
@@ -449,6 +458,8 @@ class PeerOptions(Settings):
     """CPU threads that torch computes with; torch's own choice if not given."""
     cache_dir: Annotated[Path | None, MACHINE] = None
     """Folder where datasets and tokenizers are cached; Hugging Face's own if not given."""
+    cache_size: Annotated[ByteSize, MACHINE] = Field(ByteSize(100 * 10**9), gt=0)
+    """Most room for weights that members have given, in bytes or such as 50GB; those used longest ago go first."""
     grace_s: Annotated[float, MACHINE] = Field(20.0, gt=0)
     """Seconds to finish and hand over its work when told to leave. It may take half as long again and ten seconds more
     until it is gone: for the 30 s of spot instances of Google and Azure, give 12."""

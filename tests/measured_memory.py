@@ -113,8 +113,10 @@ SHAPES = (
     Case("Llama, many layers", DEEP, [1, 12, 1], 1, 128, 3),
     Case("Llama, long sequence, wide", LONG, [1, 2, 1], 1, 1024, 2, codec="fp16"),
 )
+MANY_LOGITS = LLAMA | {"vocab_size": 131072, "hidden_size": 192}
 CASES = (
     *(case._replace(checkpointing=checkpointing) for case in SHAPES for checkpointing in (False, True)),
+    Case("Llama, logits in chunks, last", MANY_LOGITS, [1, 1], 1, 512, 2),
     Case("Llama, one layer for all", DEEP | {"hidden_size": 512}, [1, 8, 1], 1, 64, 2, share_layers=True),
 )
 WIDE = LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -125,6 +127,7 @@ ADAPTED = (
     ),
     Case("GPT-2, adapters of a high rank", GPT2 | {"n_embd": 512}, [1, 6, 1], 1, 64, 2, adapter={"rank": 256}),
     Case("Llama, adapters, last", WIDE | {"vocab_size": 32768}, [1, 2], 1, 128, 3, adapter={}, base="int8"),
+    Case("Llama, adapters, logits in chunks, last", MANY_LOGITS, [1, 1], 1, 512, 2, adapter={}, base="nf4"),
 )
 # By the program's argument: each takes minutes.
 KINDS = {"whole": CASES, "adapters": ADAPTED}

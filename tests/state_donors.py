@@ -13,9 +13,9 @@ from memory_transport import MemoryNetwork
 from swarm_peer.policy.timeline import FIRST_TIMELINE
 from swarm_peer.runtime.network.transport import check_body, unpack_fields
 from swarm_peer.runtime.stage.device_thread import DeviceThread
+from swarm_peer.runtime.state import chunks as state_chunks
 from swarm_peer.runtime.state import index as state_index
 from swarm_peer.runtime.state import named_snapshots as snapshots
-from swarm_peer.runtime.state import transfer as state_transfer
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.messages import StateIndex, StateIndexCall
 
@@ -144,7 +144,7 @@ class InOrder(random.Random):
 @pytest.fixture
 async def world(monkeypatch, tmp_path):
     # A state of many chunks, without many bytes.
-    for module in (snapshots, state_index, state_transfer):
+    for module in (snapshots, state_index, state_chunks):
         monkeypatch.setattr(module, "STATE_CHUNK_BYTES", CHUNK_BYTES)
     world = World(tmp_path)
     async with world.network:

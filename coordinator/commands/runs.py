@@ -79,8 +79,10 @@ def serve(
     from coordinator.checkpoints.writer import plan_checkpoints
     from coordinator.run.run_options import RunOptions
     from coordinator.run.serve import run_serve
+    from coordinator.run.shared_base import with_base
     from swarm_peer.runtime.data.corpus import tell_left_out
 
+    resolved, base = with_base(resolved, cache_dir)
     with suppress(UserError):  # only peers' machines may have the data, and they complain themselves
         tell_left_out(resolved.manifest.data)
     output = output or Path("runs") / resolved.manifest.name
@@ -93,6 +95,7 @@ def serve(
         standby=standby,
         dashboard=place,
         on_divergence=on_divergence,
+        base=base,
     )
     options.check_divergence()
     with options.promises.told_at_end():

@@ -14,6 +14,7 @@ from coordinator.checkpoints.run_names import RunNames
 from coordinator.run.agreeing import Agreeing, FindOthers, KeyContext, Start
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
+from coordinator.run.shared_base import base_giver
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.timeline import Timeline
@@ -66,7 +67,8 @@ class AgreedRun:
         self.names = RunNames(
             taker=taker, giver=giver, statements=agreeing.agreement.statements, threads=around.context.threads
         )
-        calls = giver.snapshots.calls | agreeing.agreement.calls
+        base = base_giver(around.resolved, around.options.base, around.context.threads, around.options.cache_dir)
+        calls = giver.snapshots.calls | agreeing.agreement.calls | base.calls
         self.dispatcher = CallDispatcher(manifest_hash=around.resolved.hash, calls=calls)
         giver.membership = agreeing.membership
 

@@ -16,6 +16,7 @@ from coordinator.watch.run_file import CHECKPOINTS, MODEL
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.files import lock
+from swarm_peer.runtime.base.base_index import Base
 
 
 def check_output(output: Path, steps: int | None = None, *, is_resumed: bool = False) -> None:
@@ -95,6 +96,7 @@ class RunOptions:
         dashboard: host and port of the page that shows the run; None for no page
         on_divergence: when its weights have diverged, the run ends, or goes back to its last good checkpoint once
         promises: collects what was asked for and not done
+        base: lists the frozen weights, where members give these to each other
     """
 
     output: Path
@@ -106,6 +108,7 @@ class RunOptions:
     dashboard: tuple[str, int] | None = None
     on_divergence: OnDivergence = "end"
     promises: Promises = field(default_factory=Promises)
+    base: Base | None = None
 
     def check_divergence(self) -> None:
         """Check that there are checkpoints to go back to, if the run is to go back to one.

@@ -15,6 +15,7 @@ from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.adapters import num_adapted
 from swarm_peer.model.families import family_of
 from swarm_peer.model.frozen_base import END_BYTES, MATRIX_BYTES
+from swarm_peer.model.losses import tokens_at_once
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.strategies import strategy_of
@@ -101,7 +102,10 @@ class _Stage:
         self.base = self.manifest.model.base
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
-        self.logit_bytes = FP32_BYTES * self.tokens * resolved.vocab_size
+        # Of the logits that exist at once.
+        self.logit_tokens = min(self.tokens, tokens_at_once(resolved.vocab_size))
+        self.logit_bytes = FP32_BYTES * self.logit_tokens * resolved.vocab_size
+        self.cap_bytes = self.logit_tokens * self.family.cap_activation_bytes(self.half)
         self.layer_bytes = [self.tokens * self._layer_bytes_per_token(index) for index in spec.layers]
 
     def _layer_bytes_per_token(self, index: int) -> float:
@@ -114,6 +118,11 @@ class _Stage:
         return kept + FP32_BYTES * copied
 
     @property
+    def recomputes_logits(self) -> bool:
+        """Whether a microbatch has more logits than may exist at once."""
+        return self.logit_tokens < self.tokens
+
+    @property
     def weight_bytes(self) -> float:
         """Bytes of the weights; those of a frozen base in the precision that it is kept in."""
         ends = self.whole.parameters - self.layers.parameters
@@ -123,7 +132,8 @@ class _Stage:
     @property
     def flops(self) -> int:
         """Compute of one token, forward and backward, recomputation included."""
-        recomputed = self.layers.forward_flops if self.checkpoints else 0  # the head is not
+        recomputed = self.layers.forward_flops if self.checkpoints else 0
+        recomputed += self.costs.head.forward_flops if self.spec.is_last and self.recomputes_logits else 0
         if self.adapters is None:
             return self.whole.forward_flops * (1 + BACKWARD_PER_FORWARD) + recomputed
         own = self.adapters.forward_flops
@@ -162,8 +172,8 @@ def _microbatch_bytes(stage: _Stage) -> float:
     kept += num_masks * (2.0 if half else 4.0) * stage.length**2
     if spec.is_last:
         # The normalisation's input and output, and what leads from its product to the loss.
-        kept += stage.hidden_bytes * (1.5 if half else 2.0) + stage.logit_bytes
-        kept += stage.tokens * stage.family.cap_activation_bytes(half)
+        kept += stage.hidden_bytes * (1.5 if half else 2.0)
+        kept += 0.0 if stage.recomputes_logits else stage.logit_bytes + stage.cap_bytes
     else:
         kept += stage.hidden_bytes  # the stage's output
     if half:
@@ -196,6 +206,11 @@ def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
         head = FP32_BYTES * stage.costs.head.largest_parameter  # its gradient, or all of a rounded one
         if stage.adapters is not None:
             head = stage.logit_bytes + head if is_rounded else 0.0
+        if stage.recomputes_logits:
+            logits += stage.logit_bytes + stage.cap_bytes
+            if stage.adapters is None:
+                # The gradients of the chunks before are added up beside all this.
+                logits, head = logits + head, stage.logit_bytes + 2 * head
         moments.append(max(logits, head))
     if stage.spec.is_first and stage.adapters is None:
         # The last moment: what the microbatch had kept is gone.

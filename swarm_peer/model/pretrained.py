@@ -13,17 +13,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from swarm_peer.config import RunManifest, looks_like_a_path
+from swarm_peer.config import AdapterSection, RunManifest, looks_like_a_path
 from swarm_peer.errors import UserError, check_letters, first_line, machine_fault
 from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
 from swarm_peer.model.families import Family
@@ -41,6 +41,10 @@ DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
+class WrongTensor(UserError):
+    """A file of weights holds other ones than the run's."""
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model's files are: `model.pretrained` of a manifest, or `model.config` where that is a name.
@@ -51,11 +55,13 @@ class ModelSource:
         name: a path, which begins with `.`, `/` or `~` or has several slashes; or a hub name, perhaps with @REVISION
         cache_dir: where files from the hub are kept; the hub's own default if None
         key: the setting that names it
+        is_right: whether a tensor of that name is the one that the run means; None if any will do
     """
 
     name: str
     cache_dir: Path | None = None
     key: str = "model.pretrained"
+    is_right: Callable[[str, Tensor], bool] | None = field(default=None, compare=False)
 
     @property
     def folder(self) -> Path | None:
@@ -90,6 +96,18 @@ class ModelSource:
             raise self.error(
                 f"cannot be had from the Hugging Face hub ({first_line(error)}): correct the name"
             ) from error
+
+    def find(self, file: str) -> Path | None:
+        """The file, if it is on this machine already; None if not."""
+        if self.folder is not None:
+            path = self.folder / file
+            return path if path.is_file() else None
+        repository, _, revision = self.name.partition("@")
+        try:
+            found = try_to_load_from_cache(repository, file, self.cache_dir, revision or None)
+        except HFValidationError:  # no name that a repository can have
+            return None
+        return Path(found) if isinstance(found, str) else None
 
     def read_json(self, file: str) -> dict[str, Any] | None:
         """A file that holds a mapping; None if there is no such file.
@@ -161,6 +179,20 @@ class ModelSource:
             raise self.error(f"{INDEX_FILE} has no weight_map of files in that folder: mend or replace that file")
         return files
 
+    def tensors_here(self) -> dict[str, Path]:
+        """The tensors in files that are on this machine already, with their files."""
+        try:
+            if (path := self.find(WEIGHTS_FILE)) is not None:
+                with self.opened(WEIGHTS_FILE, path) as content:
+                    return dict.fromkeys(content.keys(), path)
+            index = json.loads(path.read_bytes()) if (path := self.find(INDEX_FILE)) is not None else {}
+            names = {file: self.find(file) for file in set(index.get("weight_map", {}).values()) if _is_below(file)}
+        except (OSError, ValueError, AttributeError, UserError) as error:
+            log.warning("weights_not_seen model=%s reason=%s", self.name, first_line(error))
+            return {}
+        paths = ((name, names.get(file)) for name, file in index.get("weight_map", {}).items())
+        return {name: path for name, path in paths if path is not None}
+
     @contextmanager
     def opened(self, file: str, path: Path) -> Iterator[Any]:
         """The tensors of a file, which are read one by one.
@@ -196,8 +228,21 @@ def check_pretrained(manifest: RunManifest, data_dir: Path | None) -> None:
     Raises:
         UserError: it names a folder outside of `data_dir`
     """
-    adapter = manifest.model.adapter
-    for name in (manifest.model.pretrained, None if adapter is None else adapter.begin_with):
+    _check_folders(data_dir, manifest.model.pretrained, manifest.model.adapter)
+
+
+def check_begins(manifest: RunManifest, data_dir: Path | None) -> None:
+    """As check_pretrained, for a peer: members give it the frozen weights, where the manifest says so.
+
+    Raises:
+        UserError: it names a folder outside of `data_dir`
+    """
+    model = manifest.model
+    _check_folders(data_dir, model.pretrained if model.base_sha256 is None else None, model.adapter)
+
+
+def _check_folders(data_dir: Path | None, pretrained: str | None, adapter: AdapterSection | None) -> None:
+    for name in (pretrained, None if adapter is None else adapter.begin_with):
         folder = None if name is None else ModelSource(name).folder
         if folder is not None and (data_dir is None or not folder.resolve().is_relative_to(data_dir.resolve())):
             raise UserError(
@@ -223,7 +268,7 @@ def load_pretrained(
         UserError: files or tensors are missing, damaged, of other shapes than the stage's, or not finite
     """
     files = source.files_by_tensor()
-    stored_names = _stored_names([name for name, _ in module.named_parameters()], files, family, source)
+    stored_names = published_names(module, family, files, source)
     wanted: dict[str, list[str]] = defaultdict(list)
     for name, stored in stored_names.items():
         wanted[files[stored]].append(name)
@@ -248,19 +293,23 @@ def _unused(files: Iterable[str], used: AbstractSet[str], family: Family) -> lis
     return sorted(name for name in names if (found := layer.match(name)) and found.group() in layers)
 
 
-def _stored_names(
-    names: Iterable[str], files: Mapping[str, str], family: Family, source: ModelSource
-) -> dict[str, str]:
-    """The name that the files have for each parameter.
+def published_names(module: nn.Module, family: Family, files: Mapping[str, str], source: ModelSource) -> dict[str, str]:
+    """The name that a model's files have for each parameter of a stage.
 
     Models without a head are saved without the body's name before the others'. The language model of one that also
     takes images has its own name before or after the body's.
     Where embedding and head are tied, the files have one tensor for both (if they have two, these are the two: as
     transformers' tie_weights does it).
+
+    Args:
+        files: by name of the tensors
+
+    Raises:
+        UserError: one is missing
     """
     twins: dict[str, str] = {}
     found = {}
-    for name in names:
+    for name, _ in module.named_parameters():
         candidates = _candidates(name, family)
         if not any(candidate in files for candidate in candidates):
             twins = twins or _tied_names(family, source)
@@ -293,6 +342,7 @@ def read_tensor(content: Any, stored: str, shape: torch.Size, file_name: str, so
 
     Raises:
         UserError: it has another shape, is quantised, or not finite
+        WrongTensor: it is not the one that the run means
     """
     view = content.get_slice(stored)
     if tuple(view.get_shape()) != tuple(shape):
@@ -304,8 +354,11 @@ def read_tensor(content: Any, stored: str, shape: torch.Size, file_name: str, so
         raise source.error(
             f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised: model.base does that"
         )
+    published = content.get_tensor(stored)
+    if source.is_right is not None and not source.is_right(stored, published):
+        raise WrongTensor(source.error(f"has another tensor {stored} in {file_name} than the run's base").args[0])
     # A copy in any case: safe_open's tensors lie in the file's memory map.
-    values: Tensor = content.get_tensor(stored).to(torch.float32, copy=True).contiguous()
+    values: Tensor = published.to(torch.float32, copy=True).contiguous()
     if not bool(values.isfinite().all()):
         raise source.error(f"tensor {stored} in {file_name} holds values that are not finite: save the model again")
     return values

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -22,6 +21,7 @@ from swarm_peer.config import ModelSection
 from swarm_peer.model.families import family_of
 from swarm_peer.model.families.base import shapes_only
 from swarm_peer.model.gradient_norm import limit_layer_gradient
+from swarm_peer.model.losses import token_losses
 from swarm_peer.model.parameters import seeded
 from swarm_peer.model.partition import StageSpec
 
@@ -105,12 +105,16 @@ class StageModule(nn.Module):
                 return hidden_BTD
             if last_token:
                 hidden_BTD = hidden_BTD[:, -1:]
-            logits_BTV: Tensor = self.family.cap_logits(self.lm_head(body.get_submodule(self.family.norm)(hidden_BTD)))
-        if targets_BT is None:
-            return logits_BTV
-        losses_N = functional.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="none")
+            hidden_BTD = body.get_submodule(self.family.norm)(hidden_BTD)
+            if targets_BT is None:
+                return self._logits(hidden_BTD)
+            vocab_size = self.config.vocab_size
+            losses_N = token_losses(self._logits, hidden_BTD.flatten(0, 1), targets_BT.flatten(), vocab_size)
         losses_BT = losses_N.view_as(targets_BT)
         return (losses_BT if learnt_BT is None else losses_BT.where(learnt_BT, 0.0)).mean(dim=1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.family.cap_logits(self.lm_head(hidden))
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if device.type != "cuda" or self.section.precision == "fp32":

@@ -59,6 +59,7 @@ class StageTrainer:
         resolved: the run's manifest
         spec: one of resolved.specs
         cache_dir: where pretrained weights from the hub are kept
+        source: where the pretrained weights are, if elsewhere than the manifest says
         blank: have trained weights of zeros, until load_state() or restart(): where others give the state, making or
             reading the initial ones would be for nothing
         hollow: have no frozen weights either, and compute nothing: for state_template() alone
@@ -82,6 +83,7 @@ class StageTrainer:
         *,
         device: torch.device | str = "cpu",
         cache_dir: Path | None = None,
+        source: ModelSource | None = None,
         blank: bool = False,
         hollow: bool = False,
     ):
@@ -91,6 +93,7 @@ class StageTrainer:
         self.spec = spec
         self.device = torch.device(device)
         self._cache_dir = cache_dir
+        self._source = source
         self.optimizer_step = 0
         self.num_samples = self.num_targets = 0
         self._has_marks = manifest.data.has_targets
@@ -127,7 +130,7 @@ class StageTrainer:
         elif model.pretrained is None:
             initialise(module, self.manifest.seed)
         elif not hollow:
-            source = ModelSource(model.pretrained, self._cache_dir)
+            source = self._source or ModelSource(model.pretrained, self._cache_dir)
             load_pretrained(module, module.family, source, keeper(model.base, module.family.layers))
         if model.adapter is not None:
             add_adapters(module, model.adapter)

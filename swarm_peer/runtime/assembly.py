@@ -18,6 +18,7 @@ from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Log
 from swarm_peer.protocol.member import Member
+from swarm_peer.runtime.base.base_sources import BaseSources
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.data.launcher import BatchLauncher, CountedHook
@@ -61,6 +62,7 @@ class PeerParts:
         dispatcher: answers the calls of other peers
         snapshots: the snapshots of any stage that this peer keeps
         agreement: this peer's part in it
+        base: finds the frozen weights of stages
     """
 
     context: PeerContext
@@ -72,6 +74,7 @@ class PeerParts:
     directory: Directory
     snapshots: NamedSnapshots
     agreement: Agreement
+    base: BaseSources
 
 
 @dataclass(frozen=True, kw_only=True)

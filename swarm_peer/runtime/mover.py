@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first_line
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
@@ -107,7 +108,9 @@ class Mover:
             whether it moves
         """
         try:
-            await self._context.threads.run(self._check, stage, abandon_on_cancel=True)  # it may wait for the hub
+            manifest = await self._parts.base.manifest()
+            check = partial(self._check, stage, manifest)
+            await self._context.threads.run(check, abandon_on_cancel=True)  # it may wait for the hub
             prepared = await self._prepare(replica, stage)
         except CallError as error:
             self._stay_for_now(replica, stage, error)
@@ -135,12 +138,12 @@ class Mover:
         self.moving_to = UNDECIDED
         self._failed.add(stage)
 
-    def _check(self, stage: int) -> None:
+    def _check(self, stage: int, manifest: RunManifest) -> None:
         """Raise UserError if this machine cannot read the stage's data, or has no memory for it."""
         resolved, options = self._context.resolved, self._context.options
         microbatch_capacity(resolved, resolved.specs[stage], self._parts.device, options.max_memory)
         if stage == 0:
-            check_data(resolved, options)
+            check_data(manifest, resolved, options)
 
     async def _prepare(self, replica: Replica, stage: int) -> Replica | None:
         """Open a replica of another stage and have it get its state, while the present one serves.

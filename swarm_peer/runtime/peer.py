@@ -12,6 +12,7 @@ from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.protocol.epochs import Certified
 from swarm_peer.runtime.assembly import PeerParts
+from swarm_peer.runtime.base.base_sources import BaseSources
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
@@ -207,7 +208,13 @@ class Peer:
             is_member=self._members.include,
             restart=lambda: agreement.core.epoch.restart,
         )
-        self._dispatcher.add(None, snapshots.calls | agreement.calls)
+        base = BaseSources(
+            context=context,
+            transport=self._transport,
+            members=self._whom_to_ask,
+            explain=self._lifecycle.explain,
+        )
+        self._dispatcher.add(None, snapshots.calls | agreement.calls | base.giver.calls)
         parts = PeerParts(
             context=context,
             device=self._device,
@@ -218,6 +225,7 @@ class Peer:
             directory=self._directory,
             snapshots=snapshots,
             agreement=agreement,
+            base=base,
         )
         self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)
         return parts

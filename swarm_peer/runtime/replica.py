@@ -12,8 +12,9 @@ from functools import partial
 
 import anyio
 
-from swarm_peer.config import PeerOptions
+from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.model.pretrained import WrongTensor
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import num_windows
@@ -77,11 +78,23 @@ class Replica:
         spec = resolved.specs[stage]
         data = None
         if spec.is_first:  # it may wait for the hub
-            data = await context.threads.run(_read_data, resolved, options, abandon_on_cancel=True)
-        make = partial(StageTrainer, resolved, spec, device=peer.device, cache_dir=options.cache_dir, blank=True)
-        trainer = await context.threads.run(make)
+            manifest = await peer.base.manifest()
+            data = await context.threads.run(_read_data, manifest, resolved, options, abandon_on_cancel=True)
+        trainer = await cls._make_trainer(peer, stage)
         peer.agreement.core.forget_prepared(stage)
         return cls(Assembly(peer=peer, trainer=trainer, data=data, counted=counted))
+
+    @staticmethod
+    async def _make_trainer(peer: PeerParts, stage: int) -> StageTrainer:
+        context, source = peer.context, await peer.base.source(stage)
+        make = partial(StageTrainer, context.resolved, context.resolved.specs[stage], device=peer.device, blank=True)
+        while True:
+            try:
+                return await context.threads.run(partial(make, cache_dir=context.options.cache_dir, source=source))
+            except WrongTensor as error:
+                assert source is not None
+                await peer.base.distrust(source, stage, error)
+            source = await peer.base.source(stage)
 
     def start_answering(self) -> None:
         """Answer calls from now on."""
@@ -288,21 +301,31 @@ class Replica:
         return Progress(round_number=present.number, samples=num_windows(present.computed.samples))
 
 
-def check_data(resolved: ResolvedManifest, options: PeerOptions) -> None:
-    """Raise UserError if this machine may not read the run's data, or cannot read its tokenizer."""
-    check_data_files(resolved.manifest, options.data_dir)
-    tokenizer = load_tokenizer(resolved.manifest.data, resolved.vocab_size, options.cache_dir)
+def check_data(manifest: RunManifest, resolved: ResolvedManifest, options: PeerOptions) -> None:
+    """Check that this machine may read the run's data, and can read its tokenizer.
+
+    Args:
+        manifest: the run's, perhaps with a tokenizer that members have given
+
+    Raises:
+        UserError: it may not, or cannot
+    """
+    is_given = manifest.data.tokenizer != resolved.manifest.data.tokenizer
+    check_data_files(resolved.manifest, options.data_dir, reads_tokenizer=not is_given)
+    tokenizer = load_tokenizer(manifest.data, resolved.vocab_size, options.cache_dir)
     log.info("tokenizer_loaded tokenizer=%s tokens=%d", resolved.manifest.data.tokenizer, tokenizer.vocab_size)
 
 
-def _read_data(resolved: ResolvedManifest, options: PeerOptions) -> StageData:
+def _read_data(manifest: RunManifest, resolved: ResolvedManifest, options: PeerOptions) -> StageData:
     """Read what stage 0 needs of the data before it serves.
+
+    Args:
+        manifest: see check_data
 
     Raises:
         UserError: this machine may not read the run's data, or cannot read it or its tokenizer
     """
-    check_data(resolved, options)
-    manifest = resolved.manifest
+    check_data(manifest, resolved, options)
     held_out = validation_samples(manifest, manifest.training.validation_samples, options.cache_dir)
     reader = SliceReader(manifest=manifest, cache_dir=options.cache_dir)
     reader.num_slices()

@@ -13,7 +13,7 @@ from swarm_peer.codecs import PLAIN
 from swarm_peer.config import PeerOptions, RunManifest
 from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
-from swarm_peer.model.pretrained import check_pretrained
+from swarm_peer.model.pretrained import check_begins
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
@@ -136,7 +136,7 @@ async def _run(
             too_large=too_large,
         )
         stage = await choose_first_stage(context, dht, device)
-        await threads.run(check_pretrained, manifest, options.data_dir)
+        await threads.run(check_begins, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
         ended = anyio.Event()
         async with (

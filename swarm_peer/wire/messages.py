@@ -13,6 +13,8 @@ PROTOCOL = "swarm/5"
 STATE_CHUNK_BYTES = 4 * 2**20
 # Tensors in a state, the optimizer's included: a model of 100 layers has some thousand.
 MAX_STATE_TENSORS = 1 << 13
+# Small files beside a model's weights.
+MAX_BASE_FILES = 64
 # Chunks of one tensor: of 128 GiB.
 MAX_CHUNKS = 1 << 15
 # The longest reply with logits: every peer takes frames of this length.
@@ -212,4 +214,35 @@ class StateChunkCall(Call):
     op: Literal["state_chunk"] = "state_chunk"
     index: Sha256
     entry: int = Field(ge=0, lt=MAX_STATE_TENSORS)
+    chunk: int = Field(ge=0, lt=MAX_CHUNKS)
+
+
+class BaseIndexCall(Call):
+    """Asks for the index of the run's frozen weights, and for which of them the callee has.
+
+    Tensors of the reply: the BaseIndex, empty if the caller knows it; and a bit for each of its entries, the first ones
+    first, the highest bit of a byte first.
+    """
+
+    op: Literal["base_index"] = "base_index"
+    is_known: bool = False
+
+
+class BaseIndex(Body):
+    """The frozen weights of a run and the small files beside them; `model.base_sha256` of the manifest names it.
+
+    Attributes:
+        tensors: as they are published, by name and of safetensors' types
+        files: by name, of type `file`, the tokenizer's among them
+    """
+
+    tensors: tuple[StateEntry, ...] = Field(max_length=MAX_STATE_TENSORS, fail_fast=True)
+    files: tuple[StateEntry, ...] = Field(max_length=MAX_BASE_FILES, fail_fast=True)
+
+
+class BaseChunkCall(Call):
+    """Asks for one chunk of an entry of a BaseIndex, tensors first. The reply's only tensor is the chunk's bytes."""
+
+    op: Literal["base_chunk"] = "base_chunk"
+    entry: int = Field(ge=0, lt=MAX_STATE_TENSORS + MAX_BASE_FILES)
     chunk: int = Field(ge=0, lt=MAX_CHUNKS)

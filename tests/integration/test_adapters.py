@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import peft
@@ -9,13 +10,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from swarm import LLAMA, run_swarm, tiny_manifest
+from swarm import LLAMA, forked_peer, run_swarm, tiny_manifest
 from test_keystone import check_counts, check_nothing_lost, check_stage_mates
 from tiny_adapters import as_peft_names, check_alike, write_base
 
 from coordinator.checkpoints.model_folder import export_checkpoint
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.run.local_peers import Launch, Process
+from coordinator.run.shared_base import with_base
 from coordinator.watch.promises import Promises
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
@@ -39,6 +42,37 @@ def train_plainly(
         optimizer.step()
         losses.append(loss.item())
     return losses, model
+
+
+def without_data_dir(records: Path, fault: str) -> Launch:
+    """Start peers that may not read any folder of the machine."""
+    launch = forked_peer(records, fault)
+
+    def start(options: Sequence[str], log_file: Path, threads: int) -> Process:
+        at = options.index("--data-dir")
+        return launch([*options[:at], *options[at + 2 :]], log_file, threads)
+
+    return start
+
+
+def test_members_give_the_base_to_those_who_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    written = write_base(LLAMA, tmp_path / "base")
+    manifest = tiny_manifest(
+        model={"config": LLAMA, "pretrained": str(written), "adapter": {"rank": 4, "alpha": 8}, "base": "nf4"},
+        data={"foreign_tokenizer": True},
+        training={"steps": STEPS},
+    )
+    resolved, base = with_base(ResolvedManifest.of(manifest), None)
+    (folder := tmp_path / "run").mkdir()
+    run = run_swarm(resolved.manifest, [2, 1], folder, launch=without_data_dir, base=base)
+
+    check_counts(run, resolved.manifest)
+    check_stage_mates(run)
+    for name in ("0.0", "0.1", "1.0"):
+        assert "base_downloaded" in (folder / "logs" / f"peer-{name}.log").read_text()
+    kept = {name for file in (tmp_path / "cache").rglob("*.safetensors") for name in load_file(file)}
+    assert kept == set(load_file(written / "model.safetensors")), "the stages' parts are the model"
 
 
 def test_adapters_equal_those_of_a_plain_loop(tmp_path: Path) -> None:

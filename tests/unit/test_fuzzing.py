@@ -8,6 +8,7 @@ worth.
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 import random
 import struct
@@ -33,6 +34,7 @@ from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView, fault_of
+from swarm_peer.runtime.base.base_index import Base
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import AnyBody, check_body, error_from_body, unpack_fields
@@ -45,6 +47,9 @@ from swarm_peer.wire.ledger_codec import encode_ledger
 from swarm_peer.wire.messages import (
     AgreeCall,
     AveragePartCall,
+    BaseChunkCall,
+    BaseIndex,
+    BaseIndexCall,
     Body,
     GiveCall,
     MicrobatchCall,
@@ -93,6 +98,10 @@ INDEX = StateIndex(
     ),
     **TIMELINE,
 )
+BASE = BaseIndex(
+    tensors=(StateEntry(name="w", dtype="BF16", shape=(1024, 1024), chunks=(bytes(32),)),),
+    files=(StateEntry(name="config.json", dtype="file", shape=(9,), chunks=(bytes(32),)),),
+)
 BODIES: tuple[Body, ...] = (
     MicrobatchCall(
         **IN_ROUND,
@@ -111,6 +120,9 @@ BODIES: tuple[Body, ...] = (
     StateIndexCall(manifest=HASH, of_stage=1),
     INDEX,
     StateChunkCall(manifest=HASH, index=bytes(32), entry=0, chunk=0),
+    BaseIndexCall(manifest=HASH),
+    BASE,
+    BaseChunkCall(manifest=HASH, entry=0, chunk=0),
 )
 ALL_RECORDS: tuple[Record, ...] = (
     *RECORDS,
@@ -285,6 +297,11 @@ def read_index(rng: Chance) -> Iterator[Callable[[], Any]]:
     yield lambda: use(unpack_fields(StateIndex, data))
 
 
+def read_base(rng: Chance) -> Iterator[Callable[[], Any]]:
+    data = packed(BASE.model_dump(), rng)
+    yield lambda: Base.read(data, hashlib.sha256(data).hexdigest())
+
+
 def use(body: AnyBody) -> None:
     """What peers do with a body that fits its schema, as far as that is pure."""
     match body:
@@ -449,6 +466,7 @@ TARGETS = (
     Target(read_error, 1),
     Target(read_body, 5),
     Target(read_index, 2),
+    Target(read_base, 2),
     Target(read_record, 5),
     Target(read_stored, 3),
     Target(read_pass, 2),

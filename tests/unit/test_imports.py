@@ -108,7 +108,7 @@ def test_the_model_does_not_know_peers(path):
 
 # The rooms of the runtime, from the lowest: each may import those before it.
 ROOMS = [
-    *("condition", "host", "context", "network", "stage", "state", "data", "step"),
+    *("condition", "host", "context", "network", "stage", "state", "data", "base", "step"),
     *("lifecycle", "assembly", "replica", "mover", "peer", "startup"),
 ]
 
@@ -139,7 +139,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.wire",
     ),
     *("swarm_peer.model", "swarm_peer.runtime.condition", "swarm_peer.runtime.context", "swarm_peer.runtime.host"),
-    *("swarm_peer.runtime.network", "swarm_peer.runtime.data", "swarm_peer.runtime.state"),
+    *("swarm_peer.runtime.network", "swarm_peer.runtime.data", "swarm_peer.runtime.state", "swarm_peer.runtime.base"),
     "swarm_peer.runtime.stage.stage_client",  # its queries go the way of a microbatch
 )
 

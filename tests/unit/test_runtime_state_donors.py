@@ -15,8 +15,8 @@ from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.policy.timeline import FIRST_TIMELINE, Timeline
 from swarm_peer.runtime.stage.device_thread import Priority
 from swarm_peer.runtime.state import state_server
+from swarm_peer.runtime.state.chunks import CHUNKS_IN_FLIGHT
 from swarm_peer.runtime.state.state_server import LEASE_S, MAX_ROUNDS_BEHIND, MAX_STATES_HELD, RETAIN_S
-from swarm_peer.runtime.state.transfer import CHUNKS_IN_FLIGHT
 from swarm_peer.wire.messages import StateChunkCall, StateEntry
 
 

@@ -19,9 +19,10 @@ from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, No
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, pack_fields, unpack_fields
+from swarm_peer.runtime.state import chunks as state_chunks
 from swarm_peer.runtime.state import index as state_index
-from swarm_peer.runtime.state import transfer as state_transfer
-from swarm_peer.runtime.state.transfer import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT, MAX_DONORS, Memory, fetch_state
+from swarm_peer.runtime.state.chunks import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT
+from swarm_peer.runtime.state.transfer import MAX_DONORS, Memory, fetch_state
 from swarm_peer.wire.messages import StateIndex, StateIndexCall
 
 
@@ -148,7 +149,7 @@ async def test_which_donors_are_asked_is_up_to_chance(world):
     ],
 )
 async def test_when_a_donor_fails_another_one_gives_the_rest(world, monkeypatch, fault, reason):
-    monkeypatch.setattr(state_transfer, "CHUNKS_IN_FLIGHT", 1)
+    monkeypatch.setattr(state_chunks, "CHUNKS_IN_FLIGHT", 1)
     failing, good = await world.donor("a"), await world.donor("b")
     scripted = world.network.fault(to="a", **fault)
     assert_state_of(await world.fetch(failing, good, min_round=3), good)

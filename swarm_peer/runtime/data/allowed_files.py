@@ -14,13 +14,16 @@ from swarm_peer.runtime.data.tokenizers import local_tokenizer
 ANYWHERE = Path("/")
 
 
-def check_data_files(manifest: RunManifest, data_dir: Path | None) -> None:
+def check_data_files(manifest: RunManifest, data_dir: Path | None, *, reads_tokenizer: bool = True) -> None:
     """Check that a run reads only files that this peer's user allows: somebody else has written its manifest.
+
+    Args:
+        reads_tokenizer: whether it reads the tokenizer that the manifest names
 
     Raises:
         UserError: the manifest names files outside of `data_dir`, or none that exist
     """
-    if (path := forbidden_path(manifest, data_dir)) is not None:
+    if (path := forbidden_path(manifest, data_dir, reads_tokenizer=reads_tokenizer)) is not None:
         raise UserError(
             f"the run wants to read {path.resolve()} on this machine: allow it with --data-dir FOLDER, which is that "
             f"folder or one above it, or serve another stage than 0"
@@ -39,8 +42,11 @@ def local_data_folder(manifest: RunManifest) -> Path | None:
     return path.resolve() if path.is_dir() else path.resolve().parent
 
 
-def forbidden_path(manifest: RunManifest, data_dir: Path | None) -> Path | None:
+def forbidden_path(manifest: RunManifest, data_dir: Path | None, *, reads_tokenizer: bool = True) -> Path | None:
     """The first file outside of `data_dir` that the run's training data or tokenizer names; None if there is none.
+
+    Args:
+        reads_tokenizer: see check_data_files
 
     Raises:
         UserError: the manifest names no files that exist
@@ -50,7 +56,7 @@ def forbidden_path(manifest: RunManifest, data_dir: Path | None) -> Path | None:
         return not _is_within(path, data_dir)
 
     files = manifest.data.files
-    folders = (local_folder(manifest.data), local_tokenizer(manifest.data))
+    folders = (local_folder(manifest.data), local_tokenizer(manifest.data) if reads_tokenizer else None)
     named = [Path(os.path.expanduser(file)) for file in files] + [folder for folder in folders if folder is not None]
     if (forbidden := next(filter(is_forbidden, named), None)) is not None:
         return forbidden

@@ -1,8 +1,7 @@
-"""Downloads a state or an update from several donors at once, in chunks, and checks each chunk by its hash.
+"""Downloads a state or an update from several donors at once, chunk by chunk (chunks.py).
 
-If a donor dies, stalls or lies, the others give the chunks that it owes. hivemind's own download would not do: it takes
-everything from one donor, checks nothing, and returns None if no donor answers. Must not know why a state is wanted:
-states.py and snapshots.py do.
+hivemind's own download would not do: it takes everything from one donor, checks nothing, and returns None if no donor
+answers. Must not know why a state is wanted: states.py and snapshots.py do.
 """
 
 from __future__ import annotations
@@ -12,27 +11,22 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
 import torch
 
-from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, forget_frames
-from swarm_peer.runtime.network.transport import Reply, Transport, unpack_fields
+from swarm_peer.errors import CallError, InvalidMessage, NoRoom, NotServing, forget_frames
+from swarm_peer.runtime.network.transport import Transport, unpack_fields
+from swarm_peer.runtime.state.chunks import CALL_TIMEOUT_S, Chunk, Donor, chunks_of, download_chunks
 from swarm_peer.runtime.state.index import StageState, assemble, num_bytes, timeline_of
 from swarm_peer.wire.codecs import bytes_of
-from swarm_peer.wire.messages import STATE_CHUNK_BYTES, StateChunkCall, StateIndex, StateIndexCall
+from swarm_peer.wire.messages import StateChunkCall, StateIndex, StateIndexCall
 
 log = logging.getLogger(__name__)
 
 # Donors that one newcomer takes chunks from at once. With more, several newcomers would burden the same donors.
 MAX_DONORS = 3
-# Chunks in flight from each donor: enough to fill a link of 1 Gb/s with a round trip of 100 ms.
-CHUNKS_IN_FLIGHT = 4
-# A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
-# comes gives the others as long again.
-CALL_TIMEOUT_S = 30.0
 # A donor hashes the whole state before it gives its index.
 HASHED_BYTES_PER_S = 2.5e8
 
@@ -67,41 +61,6 @@ class Memory:
 
 
 MEMORY = Memory()
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    entry: int
-    number: int
-    size: int
-    sha256: bytes
-
-
-class _Donor:
-    """The chunks that one donor owes, and whether it is worth waiting for them."""
-
-    def __init__(self, peer_id: str):
-        self.peer_id = peer_id
-        self.is_alive = True
-        self._waiting: list[anyio.CancelScope] = []
-
-    async def call(self, transport: Transport, call: StateChunkCall) -> Reply:
-        """Ask it for a chunk.
-
-        Raises:
-            CallTimeout: nothing has come from it for too long, neither this chunk nor another one
-        """
-        with anyio.CancelScope(deadline=anyio.current_time() + CALL_TIMEOUT_S) as scope:
-            self._waiting.append(scope)
-            try:
-                # A donor that gives the others while it owes this one has CHUNKS_IN_FLIGHT times as long for it.
-                reply = await transport.call(self.peer_id, call, timeout_s=CALL_TIMEOUT_S * (CHUNKS_IN_FLIGHT + 1))
-            finally:
-                self._waiting.remove(scope)
-            for waiting in self._waiting:
-                waiting.deadline = anyio.current_time() + CALL_TIMEOUT_S
-            return reply
-        raise CallTimeout(f"{self.peer_id} has sent nothing for {CALL_TIMEOUT_S:.0f} s")
 
 
 async def fetch_state(
@@ -229,22 +188,11 @@ def _check_index(index: StateIndex, call: StateIndexCall, max_bytes: int, optimi
         )
 
 
-async def _fetch_chunk(
-    transport: Transport, donor: _Donor, call: StateChunkCall, chunk: _Chunk, tensor_name: str
-) -> memoryview:
-    reply = await donor.call(transport, call)
-    if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
-        raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
-    if hashlib.sha256(reply.tensors[0]).digest() != chunk.sha256:
-        raise InvalidMessage(f"a chunk of {tensor_name:.100} does not match its hash")
-    return reply.tensors[0]
-
-
-def _chunks_of(index: StateIndex) -> deque[_Chunk]:
+def _chunks_of(index: StateIndex) -> deque[Chunk]:
     return deque(
-        _Chunk(number, chunk, min(STATE_CHUNK_BYTES, num_bytes(entry) - chunk * STATE_CHUNK_BYTES), sha256)
+        chunk
         for number, entry in enumerate(index.entries)
-        for chunk, sha256 in enumerate(entry.chunks)
+        for chunk in chunks_of(number, entry.name, num_bytes(entry), entry.chunks)
     )
 
 
@@ -260,7 +208,7 @@ async def _download(
 ) -> StageState | None:
     begin = anyio.current_time()
     sizes = [num_bytes(entry) for entry in index.entries]
-    asked = [_Donor(donor) for donor in sorted(donors)]
+    asked = [Donor(donor) for donor in sorted(donors)]
 
     def give_up(error: CallError) -> None:
         for donor in asked:
@@ -275,27 +223,13 @@ async def _download(
         return None
     missing = _chunks_of(index)
 
-    async def take_chunks(donor: _Donor) -> None:
-        while missing and donor.is_alive:
-            chunk = missing.popleft()
-            try:
-                call = StateChunkCall(manifest=manifest_hash, index=name, entry=chunk.entry, chunk=chunk.number)
-                data = await _fetch_chunk(transport, donor, call, chunk, index.entries[chunk.entry].name)
-            except CallError as error:
-                missing.append(chunk)
-                if donor.is_alive:
-                    donor.is_alive = False
-                    failed(donor.peer_id, error)
-                return
-            offset = chunk.number * STATE_CHUNK_BYTES
-            await room.write(buffers[chunk.entry][offset : offset + chunk.size], data)
+    def ask(chunk: Chunk) -> StateChunkCall:
+        return StateChunkCall(manifest=manifest_hash, index=name, entry=chunk.entry, chunk=chunk.number)
 
-    # A task that finds no chunk left ends. If another one fails after that, its chunk is still missing: hence the loop.
-    while missing and (alive := [donor for donor in asked if donor.is_alive]):
-        async with anyio.create_task_group() as tasks:
-            for donor in alive:
-                for _ in range(CHUNKS_IN_FLIGHT):
-                    tasks.start_soon(take_chunks, donor)
+    async def write(chunk: Chunk, data: memoryview) -> None:
+        await room.write(buffers[chunk.entry][chunk.begin : chunk.begin + chunk.size], data)
+
+    await download_chunks(transport, asked, missing, ask=ask, write=write, failed=failed)
     if missing:
         return None
     text = "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f"
