@@ -58,7 +58,10 @@ def _lines(world: World, host: Host) -> Iterator[str]:
             lease = membership.has_lease(membership._now_s)
             yield f"{at} leads; synced {leader.is_synced} lease {lease} ready {ready} cut {cut} base {base_text}"
         if (granted := member.granted) is not None:
-            yield f"{at} granted {granted.round} up to {granted.up_to} wants {member.wants_samples}"
+            working = member.working
+            claimed = None if working is None else (working.computed.claimed, working.voids)
+            wants = f"wants {member.wants_samples} claimed, voids {claimed}"
+            yield f"{at} granted {granted.round} up to {granted.up_to} {wants}"
     replica: Any = None if host.peer is None else host.peer._replica
     if replica is not None and host.peer is not None:
         driver, step, at = replica.parts.driver, replica.step, f"replica of {replica.stage}:"

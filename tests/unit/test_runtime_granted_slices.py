@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
 
 import anyio
+import numpy as np
 import pytest
 from contexts import FixedRandom, make_context, unparsed
 from made_up_slices import FakeReader
@@ -19,7 +21,9 @@ from swarm_peer.protocol.messages import Counted, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.data.prefetch import SamplePool
+from swarm_peer.runtime.stage.microbatch_capacity import Capacity
 
 ME = Seat("me", 1, "")
 REIGN = EpochId(1, ME, 0)
@@ -203,14 +207,14 @@ def test_the_end_of_a_slice_waits_for_what_is_in_flight():
 def test_when_the_run_goes_back_all_is_put_away():
     desk = Desk(4, 4)
     desk.ask()
-    before = desk.slices.generation
+    before = desk.slices.restart
     desk.member.begin_anew(Restart(9, 0))
     desk.slices.follow()
-    assert desk.slices.generation == before, "it has no ledger yet"
+    assert desk.slices.restart == before, "it has no ledger yet"
     desk.member.reign = REIGN
     desk.member.reached(desk.member.log.head, Ledger(2))
     desk.slices.follow()
-    assert desk.slices.generation == before + 1
+    assert desk.slices.restart == Restart(9, 0)
     assert desk.member.reads.slices == ()
 
 
@@ -226,3 +230,37 @@ def test_what_comes_too_late_does_not_count(closes):
             tasks.cancel_scope.cancel()
 
     anyio.run(run)
+
+
+async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
+    """The core goes back first, and the slices follow. A place that such a batch took would be nobody's."""
+    desk = Desk(4, 4)
+    context = make_context(unparsed("0" * 32, global_batch_size=4))
+    core = SimpleNamespace(
+        capacity=Capacity(2), admission=SimpleNamespace(is_open=True), rounds=SimpleNamespace(current=SimpleNamespace())
+    )
+    launcher = BatchLauncher(
+        context=context,
+        core=core,
+        slices=desk.slices,
+        member=lambda: desk.member,
+        view=lambda: None,
+        validation=np.zeros((0, 7), np.int32),
+        look=lambda: None,
+    )
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(desk.pool.run)
+        desk.ask()
+        await launcher._draw()
+        tasks.cancel_scope.cancel()
+    restart = Restart(desk.member.log.next_round, 0, epoch=REIGN)
+    assert desk.slices.restart != restart
+    desk.member.begin_anew(restart)
+    desk.member.reign = REIGN
+    desk.member.reached(desk.member.log.head, Ledger(2))
+    core.rounds.current.number = desk.present.number
+    batch = launcher._take_waiting()
+    assert launcher._is_void(batch)
+    assert desk.present.computed.claimed == 0
+    desk.slices.follow()
+    assert launcher._is_void(batch)

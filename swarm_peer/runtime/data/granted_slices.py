@@ -45,16 +45,15 @@ class GrantedSlices:
         num_readers: how many peers read this data
 
     Attributes:
-        generation: grows when the run goes back; samples that were drawn before are void
+        restart: of the run, which these slices are read after; samples that were drawn after an earlier one are void
     """
 
     def __init__(self, *, pool: SamplePool, member: Callable[[], Member | None], num_readers: Callable[[], int]):
-        self.generation = 0
+        self.restart: Restart | None = None
         self._pool = pool
         self._member = member
         self._num_readers = num_readers
         self._held: dict[SliceId, _Reading] = {}
-        self._restart: Restart | None = None
         self._seen: tuple[EpochId, int] | None = None
 
     def follow(self) -> None:
@@ -62,7 +61,7 @@ class GrantedSlices:
         member = self._member()
         if member is None or member.ledger is None:
             return
-        if member.log.restart != self._restart:
+        if member.log.restart != self.restart:
             self._begin(member.log.restart)
         self._note_ends()
         granted = member.granted
@@ -85,8 +84,7 @@ class GrantedSlices:
         for slice_id in list(self._held):
             self._put_away(slice_id)
         self._pool.take_ends()
-        self._restart, self._seen = restart, None
-        self.generation += 1
+        self.restart, self._seen = restart, None
 
     def _put_away(self, slice_id: SliceId) -> None:
         del self._held[slice_id]

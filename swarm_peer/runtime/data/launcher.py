@@ -22,6 +22,7 @@ from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.trouble import Complaint, LaunchRecord, worst
 from swarm_peer.policy.view import SwarmView
+from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import PeerContext
@@ -53,7 +54,7 @@ class _Batch:
     """Samples that travel together, in as many launches as it takes.
 
     Attributes:
-        generation: of the slices in which the samples were drawn
+        restart: of the run, after which the samples were drawn
         place: the round, and how often it was void, in which it has a place among what the leader has granted
         id: the same in all launches within a round, so that a peer which has counted the batch recognises it
         failures: how many launches have failed; those for which the round closed have not
@@ -61,7 +62,7 @@ class _Batch:
 
     tokens_BS: torch.Tensor
     samples: tuple[SampleId, ...]
-    generation: int
+    restart: Restart | None
     place: tuple[int, int] | None = None
     id: bytes = b""
     failures: int = 0
@@ -150,7 +151,7 @@ class BatchLauncher:
                 elif not self._waiting:
                     self._is_drawing = True
                     tasks.start_soon(self._draw)
-                elif (batch := self._take_waiting()).generation == self._slices.generation:
+                elif not self._is_void(batch := self._take_waiting()):
                     self._in_flight += 1
                     self._context.metrics.in_flight.set(self._in_flight)
                     tasks.start_soon(self._train, batch, entered)
@@ -231,18 +232,22 @@ class BatchLauncher:
         assert member is not None
         batch = next((batch for batch in self._waiting if batch.place == place), self._waiting[0])
         self._waiting.remove(batch)
-        if batch.place != place and batch.generation == self._slices.generation:
+        if batch.place != place and not self._is_void(batch):
             member.launched(self._size)
             batch.place, batch.id = place, self._context.random.token(16)
         return batch
 
+    def _is_void(self, batch: _Batch) -> bool:
+        """Whether the run has gone back since a batch was drawn, as far as the core knows: slices follow it later."""
+        member = self._member()
+        return member is None or member.log.restart != batch.restart
+
     async def _draw(self) -> None:
         try:
             samples = await self._slices.draw(self._size)
-            # The generation is read after the wait: with an older one these samples would be of no use.
             tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
             ids = tuple(sample.id for sample in samples)
-            self._waiting.append(_Batch(tokens_BS=tokens_BS, samples=ids, generation=self._slices.generation))
+            self._waiting.append(_Batch(tokens_BS=tokens_BS, samples=ids, restart=self._slices.restart))
         except UserError as error:
             self.failure = error
             self.stop()
@@ -285,7 +290,7 @@ class BatchLauncher:
             result = await self._run(batch.id, batch.tokens_BS, inside, "train")
             member = self._member()
             present = member.work.open.get(inside.number) if member is not None else None
-            if batch.generation != self._slices.generation or present is None:
+            if self._is_void(batch) or present is None:
                 raise RoundClosed(f"round {inside.number} is given up", inside.number + 1)
             weight = num_targets(batch.tokens_BS) if self._manifest.data.has_targets else len(batch.samples)
             if not self._slices.counted(
@@ -321,7 +326,7 @@ class BatchLauncher:
             self._record.forget()
         log.warning("microbatch_failed failures=%d reason=%s", batch.failures, reason)
         present = self._present()
-        if batch.failures >= MAX_LAUNCHES and present is not None and batch.generation == self._slices.generation:
+        if batch.failures >= MAX_LAUNCHES and present is not None and not self._is_void(batch):
             lost = f"their microbatch has failed {batch.failures} times: {reason}"
             self._context.metrics.lose(len(batch.tokens_BS), lost, round_number=present.number)
             self._slices.give_up(present, batch.samples)
