@@ -114,6 +114,9 @@ class ModelSection(Section):
     pretrained: Name | None = None
     """weights to begin with: a local folder of safetensors or a hub name, perhaps with @REVISION; if not given, random
     weights, drawn with the seed"""
+    untie: bool = False
+    """train all of a pretrained model whose embedding and head are one matrix: they become two, which are not kept
+    equal. Not needed with adapters, which leave both as they are"""
     share_layers: bool = False
     """all transformer layers of a stage share their weights"""
     activation_checkpointing: bool = False

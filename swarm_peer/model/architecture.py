@@ -22,7 +22,7 @@ from swarm_peer.errors import UserError, first_line, last_line
 from swarm_peer.model.families import Family, family_class, family_of
 from swarm_peer.model.families.base import FIXED_VALUES, RANGES, shapes_only
 from swarm_peer.model.peft_folder import resolve_adapter
-from swarm_peer.model.pretrained import ModelSource
+from swarm_peer.model.pretrained import ModelSource, is_tied
 from swarm_peer.model.published import ROPE_KEYS, as_trained, check_sizes, is_known, settings_of, unknown_rope_keys
 
 
@@ -36,6 +36,8 @@ def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> Model
         section = section.model_copy(update={"pretrained": ModelSource(section.pretrained, cache_dir).pinned()})
     config = resolve_model_config(section, cache_dir)
     section = section.model_copy(update={"config": config})
+    if section.adapter is None and section.pretrained is not None and not section.untie:
+        _check_tied(family_of(parse_model_config(config)), ModelSource(section.pretrained, cache_dir))
     if section.adapter is not None and section.pretrained is not None:
         family, source = family_of(parse_model_config(config)), ModelSource(section.pretrained, cache_dir)
         if source.read_config().get("model_type") in family.wrappers:
@@ -43,6 +45,20 @@ def resolve_model(section: ModelSection, cache_dir: Path | None = None) -> Model
             raise source.error("also takes images, and adapters are for models of text alone: give one of these")
         section = section.model_copy(update={"adapter": resolve_adapter(section.adapter, family, cache_dir)})
     return section
+
+
+def _check_tied(family: Family, source: ModelSource) -> None:
+    """Refuse to train two matrices as if they were the one that they have been, unless that is meant."""
+    if not is_tied(family, source):
+        return
+    config = family.config
+    more, layers = config.vocab_size * config.hidden_size, range(config.num_hidden_layers)
+    body = family.embedding_cost().parameters + sum(family.layer_cost(index, 1).parameters for index in layers)
+    raise source.error(
+        f"has one matrix for embedding and head, which belong to different stages here: all of it trained, they become "
+        f"two, of {more / 1e6:.0f} million parameters more ({more / body:.0%} of the model), which learn apart. Train "
+        f"adapters, which leave both as they are (model.adapter: {{}}), or set model.untie to true"
+    )
 
 
 def resolve_model_config(section: ModelSection, cache_dir: Path | None = None) -> dict[str, Any]:

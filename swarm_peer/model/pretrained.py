@@ -329,9 +329,14 @@ def _candidates(name: str, family: Family) -> list[str]:
     return [name, plain, *within]
 
 
-def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
+def is_tied(family: Family, source: ModelSource) -> bool:
+    """Whether embedding and head of a published model are one matrix. Raises UserError."""
     default = type(family.config)().tie_word_embeddings
-    if not source.read_config().get("tie_word_embeddings", default):
+    return bool(source.read_config().get("tie_word_embeddings", default))
+
+
+def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
+    if not is_tied(family, source):
         return {}
     tied = dict(family.model_class._tied_weights_keys)  # {head: embedding}
     return tied | {embedding: head for head, embedding in tied.items()}

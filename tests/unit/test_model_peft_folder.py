@@ -222,7 +222,7 @@ def test_a_base_that_takes_images_is_refused(tmp_path):
     section = ModelSection(pretrained=str(tmp_path / "base"), adapter={})
     with pytest.raises(UserError, match="also takes images, and adapters are for models of text alone: give one"):
         resolve_model(section)
-    resolve_model(section.model_copy(update={"adapter": None}))
+    resolve_model(section.model_copy(update={"adapter": None, "untie": True}))
 
 
 def test_a_peer_reads_no_folder_that_its_user_does_not_allow(saved, bases, tmp_path):

@@ -48,7 +48,7 @@ def manifest_of(folder, num_stages=2, cache_dir=None, **model):
     manifest = RunManifest.model_validate(
         {
             "name": "test",
-            "model": {"pretrained": str(folder)} | model,
+            "model": {"pretrained": str(folder), "untie": True} | model,
             "stages": {"count": num_stages},
             "data": {"sequence_length": LENGTH},
             "training": {"steps": 3, "global_batch_size": 2, "microbatch_size": 2},
@@ -650,3 +650,14 @@ def test_a_file_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "safe_open", denied)
     with pytest.raises(UserError, match=r"cannot read model\.safetensors \(.*Permission denied\)"):
         import_stages(tmp_path)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_tied_model_is_trained_whole_only_if_that_is_meant(family, tmp_path):
+    save_model(tmp_path, family, tied=True)
+    with pytest.raises(UserError, match=r"has one matrix for embedding and head.*model\.untie") as caught:
+        resolve_model(ModelSection(pretrained=str(tmp_path)))
+    config = AutoConfig.for_model(**CONFIGS[family])
+    assert f"{config.vocab_size * config.hidden_size / 1e6:.0f} million parameters more" in str(caught.value)
+    for meant in ({"untie": True}, {"adapter": {}}):
+        resolve_model(ModelSection(pretrained=str(tmp_path), **meant))
