@@ -22,7 +22,7 @@ import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module
 import swarm_peer.protocol.epochs as epochs_module
 import swarm_peer.runtime.mover as mover_module
-import swarm_peer.runtime.state.transfer as transfer_module
+import swarm_peer.runtime.state.chunks as chunks_module
 import swarm_peer.runtime.step.averaging as averaging_module
 from coordinator.checkpoints.writer import CheckpointWriter
 from swarm_peer.errors import InvalidMessage, RoundClosed
@@ -278,14 +278,14 @@ def older_state_loaded() -> Any:
 def chunk_not_checked() -> Any:
     """A downloaded chunk is taken without a look at its hash."""
 
-    async def fetch_chunk(original: Any, transport: Any, donor: Any, call: Any, chunk: Any, name: str) -> memoryview:
+    async def fetch(original: Any, transport: Any, donor: Any, chunk: Any, call: Any) -> memoryview:
         reply = await donor.call(transport, call)
         if len(reply.tensors) != 1 or len(reply.tensors[0]) != chunk.size:
             raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
         data: memoryview = reply.tensors[0]
         return data
 
-    return _wrapped(transfer_module, "_fetch_chunk", fetch_chunk)
+    return _wrapped(chunks_module, "_fetch", fetch)
 
 
 @defect

@@ -17,7 +17,7 @@ from loop import HOST
 
 from swarm_peer.runtime import mover
 from swarm_peer.runtime.data import launcher
-from swarm_peer.runtime.state import index, named_snapshots, state_server, transfer
+from swarm_peer.runtime.state import chunks, index, named_snapshots, state_server
 from swarm_peer.runtime.step import all_reduce, driver, giving
 
 SMALL_SHARE = 1 / 3
@@ -52,7 +52,7 @@ def pieces_of(seed: str) -> Iterator[None]:
             stack.enter_context(patch.object(giving, "CHUNK_BYTES", GIVEN_BYTES))
             stack.enter_context(patch.object(all_reduce, "MAX_PART_VALUES", PART_VALUES))
             stack.enter_context(patch.object(mover, "has_room_beside", has_room))
-            for module in (index, named_snapshots, transfer):
+            for module in (index, named_snapshots, chunks):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
             stack.enter_context(patch.object(launcher, "MAX_LAUNCHES", LAUNCHES))
             stack.enter_context(patch.object(driver, "KEPT_UPDATES", UPDATES_KEPT))

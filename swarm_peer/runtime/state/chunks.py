@@ -105,18 +105,10 @@ async def download_chunks(
         in_flight: chunks that each donor owes at once; CHUNKS_IN_FLIGHT if not given
     """
 
-    async def fetch(donor: Donor, chunk: Chunk) -> memoryview:
-        reply = await donor.call(transport, ask(chunk))
-        if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
-            raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
-        if hashlib.sha256(reply.tensors[0]).digest() != chunk.sha256:
-            raise InvalidMessage(f"a chunk of {chunk.name:.100} does not match its hash")
-        return reply.tensors[0]
-
     async def take_chunks(donor: Donor) -> None:
         while donor.is_alive and (chunk := _take_first(missing, donor.has)) is not None:
             try:
-                data = await fetch(donor, chunk)
+                data = await _fetch(transport, donor, chunk, ask(chunk))
             except CallError as error:
                 missing.append(chunk)
                 if donor.is_alive:
@@ -131,6 +123,15 @@ async def download_chunks(
             for donor in useful:
                 for _ in range(in_flight or CHUNKS_IN_FLIGHT):
                     tasks.start_soon(take_chunks, donor)
+
+
+async def _fetch(transport: Transport, donor: Donor, chunk: Chunk, call: Call) -> memoryview:
+    reply = await donor.call(transport, call)
+    if [tensor.nbytes for tensor in reply.tensors] != [chunk.size]:
+        raise InvalidMessage(f"a chunk of {chunk.size} bytes was asked for")
+    if hashlib.sha256(reply.tensors[0]).digest() != chunk.sha256:
+        raise InvalidMessage(f"a chunk of {chunk.name:.100} does not match its hash")
+    return reply.tensors[0]
 
 
 def _take_first(missing: deque[Chunk], has: Callable[[Chunk], bool]) -> Chunk | None:
