@@ -11,9 +11,13 @@ import pytest
 import torch
 from every_second_round import VARIABLE, EverySecondRound
 from recording_peer import FIRST_STAGE
-from swarm import LiveSwarm, SwarmRun, check_ledger, run_swarm, tiny_manifest
+from swarm import LLAMA, LiveSwarm, SwarmRun, check_ledger, run_swarm, tiny_manifest, without_data_dir
+from tiny_adapters import write_base
 
+from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
+from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.run.baseline import Baseline
+from coordinator.run.shared_base import with_base
 from swarm_peer.config import RunManifest
 from swarm_peer.model.optimizer import STATE_PREFIX
 from swarm_peer.model.resolved import ResolvedManifest
@@ -123,6 +127,42 @@ def test_a_lost_stage_is_taken_over_from_a_snapshot_of_another(tmp_path: Path) -
         if after["round"] != before["round"] + 1
     ]
     assert jump[1] > jump[0] + 1
+
+
+def test_adapters_go_through_joins_departures_moves_and_a_lost_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their base is on no peer's machine at first: whoever comes or moves gets its part from members."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    written = write_base(LLAMA, tmp_path / "base")
+    manifest = manifest_of(
+        30,
+        model={"config": LLAMA, "pretrained": str(written), "adapter": {"rank": 4, "alpha": 8}, "base": "nf4"},
+        data={"foreign_tokenizer": True},
+        stages={"count": 2, "peers_to_start": 2},
+        recovery={"snapshot_every": 5},
+    )
+    resolved, base = with_base(ResolvedManifest.of(manifest), None)
+    manifest = resolved.manifest
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(7)
+        swarm.kill("1.0")
+        swarm.kill("1.1")
+        swarm.start(1, "heir")
+        await swarm.until(lambda: "serving stage=1" in swarm.log("heir"), "the heir serves")
+        await swarm.leave("0.1")
+        swarm.start("auto", "late")
+        await swarm.until(lambda: "serving stage=" in swarm.log("late"), "the newcomer serves")
+
+    (folder := tmp_path / "run").mkdir()
+    store = CheckpointStore(str(folder / "checkpoints"))
+    options = {"script": script, "launch": without_data_dir, "base": base, "plan": CheckpointPlan(store, every=10)}
+    run = run_swarm(manifest, [2, 2], folder, **options)
+    check_equals_one_process(run, manifest)
+    assert run.logs().count("base_downloaded") >= 4
+    assert "run_rewound stage=0" in run.logs()
+    assert find_checkpoint(str(folder / "checkpoints")).optimizer_step >= 20
 
 
 @pytest.mark.usefixtures("every_second_round")

@@ -7,7 +7,7 @@ import random
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from programs import RECORDING_PEER
 
 from coordinator.checkpoints.fetching import open_transport
 from coordinator.run.invites import InviteBook, coordinator_invite
-from coordinator.run.local_peers import LOOPBACK, Launch, LocalPeer, LocalPeers, launch_peer
+from coordinator.run.local_peers import LOOPBACK, Launch, LocalPeer, LocalPeers, Process, launch_peer
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
 from coordinator.watch.observer import open_node
@@ -102,6 +102,17 @@ def tiny_manifest(**sections: Any) -> RunManifest:
     for name, section in sections.items():
         defaults[name] = defaults[name] | section if isinstance(section, dict) and name in defaults else section
     return RunManifest.model_validate(defaults)
+
+
+def without_data_dir(records: Path, fault: str) -> Launch:
+    """How peers are started that may read no folder of this machine."""
+    launch = forked_peer(records, fault)
+
+    def start(options: Sequence[str], log_file: Path, threads: int) -> Process:
+        at = options.index("--data-dir")
+        return launch([*options[:at], *options[at + 2 :]], log_file, threads)
+
+    return start
 
 
 @dataclass

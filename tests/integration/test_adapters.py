@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import peft
@@ -10,14 +9,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from swarm import LLAMA, forked_peer, run_swarm, tiny_manifest
+from swarm import LLAMA, run_swarm, tiny_manifest, without_data_dir
 from test_keystone import check_counts, check_nothing_lost, check_stage_mates
 from tiny_adapters import as_peft_names, check_alike, write_base
 
 from coordinator.checkpoints.model_folder import export_checkpoint
 from coordinator.checkpoints.store import CheckpointStore, find_checkpoint
 from coordinator.checkpoints.writer import CheckpointPlan
-from coordinator.run.local_peers import Launch, Process
 from coordinator.run.shared_base import with_base
 from coordinator.watch.promises import Promises
 from swarm_peer.model.resolved import ResolvedManifest
@@ -42,17 +40,6 @@ def train_plainly(
         optimizer.step()
         losses.append(loss.item())
     return losses, model
-
-
-def without_data_dir(records: Path, fault: str) -> Launch:
-    """Start peers that may not read any folder of the machine."""
-    launch = forked_peer(records, fault)
-
-    def start(options: Sequence[str], log_file: Path, threads: int) -> Process:
-        at = options.index("--data-dir")
-        return launch([*options[:at], *options[at + 2 :]], log_file, threads)
-
-    return start
 
 
 def test_members_give_the_base_to_those_who_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
