@@ -23,7 +23,8 @@ def resolve_manifest(manifest: RunManifest, cache_dir: Path | None = None) -> Re
     Raises:
         UserError: the model, its cut or the tokenizer does not fit
     """
-    model = resolve_model(manifest.model, cache_dir)
+    # Another run's, perhaps, where the file is a published manifest: `serve` makes its own.
+    model = resolve_model(manifest.model.model_copy(update={"base_sha256": None}), cache_dir)
     data = _with_template(manifest.data)
     if model.pretrained is not None:
         data = choose_tokenizer(data, ModelSource(model.pretrained, cache_dir))

@@ -32,6 +32,7 @@ def with_base(resolved: ResolvedManifest, cache_dir: Path | None) -> tuple[Resol
             text = "base_not_shared model=%s reason=its licence may forbid that: each peer reads it from the hub, "
             log.info(text + "unless model.share_base is set to true", model.pretrained)
         return resolved, None
+    log.info("base_is_hashed model=%s: a second for each gigabyte", model.pretrained)
     begun_s = time.monotonic()
     base = make_base(source)
     seconds = time.monotonic() - begun_s

@@ -42,7 +42,7 @@ OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 class WrongTensor(UserError):
-    """A file of weights holds other ones than the run's."""
+    """A file of weights whose hashes are known is gone or damaged, or holds other weights than the run's."""
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ class ModelSource:
             if (path := self.find(WEIGHTS_FILE)) is not None:
                 with self.opened(WEIGHTS_FILE, path) as content:
                     return dict.fromkeys(content.keys(), path)
-            index = json.loads(path.read_bytes()) if (path := self.find(INDEX_FILE)) is not None else {}
-            names = {file: self.find(file) for file in set(index.get("weight_map", {}).values()) if _is_below(file)}
-        except (OSError, ValueError, AttributeError, UserError) as error:
+            path = self.find(INDEX_FILE)
+            files = {} if path is None else json.loads(path.read_bytes())["weight_map"]
+            paths = {file: self.find(file) for file in filter(_is_below, files.values())}
+            return {name: path for name, file in files.items() if (path := paths.get(file)) is not None}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
             log.warning("weights_not_seen model=%s reason=%s", self.name, first_line(error))
             return {}
-        paths = ((name, names.get(file)) for name, file in index.get("weight_map", {}).items())
-        return {name: path for name, path in paths if path is not None}
 
     @contextmanager
     def opened(self, file: str, path: Path) -> Iterator[Any]:
@@ -201,15 +201,23 @@ class ModelSource:
             UserError: no safetensors, or a damaged one
         """
         if not os.access(path, os.R_OK):
-            raise self.error(f"has {file}, which this user may not read: allow it")
+            raise self._unread(f"has {file}, which this user may not read: allow it")
         with path.open("rb") as start:
             if start.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise self.error(f"has a {file} that {NO_LFS_POINTER}")
+                raise self._unread(f"has a {file} that {NO_LFS_POINTER}")
         try:
             with safe_open(path, framework="pt") as content:
                 yield content
         except (OSError, SafetensorError) as error:
-            raise self.error(f"cannot read {file} ({first_line(error)}): download or save it again") from error
+            raise self._unread(f"cannot read {file} ({first_line(error)}): download or save it again") from error
+
+    def _unread(self, text: str) -> UserError:
+        """The error that a file of weights is not what it should be: members may have others, if the run has hashes."""
+        return self.error(text) if self.is_right is None else WrongTensor(self.error(text).args[0])
+
+    def missing(self, file: str) -> UserError:
+        """The error that a file of weights is not there."""
+        return self._unread(f"lacks {file}, where {INDEX_FILE} says that tensors are: download it")
 
     def error(self, text: str) -> UserError:
         """An error that says which model it is about."""
@@ -274,7 +282,7 @@ def load_pretrained(
         wanted[files[stored]].append(name)
     for file_name, names in wanted.items():
         if (path := source.fetch(file_name)) is None:
-            raise source.error(f"lacks {file_name}, where {INDEX_FILE} says that tensors are: download it")
+            raise source.missing(file_name)
         with source.opened(file_name, path) as content:
             for name in names:
                 shape = module.get_parameter(name).shape

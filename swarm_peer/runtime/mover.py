@@ -164,12 +164,14 @@ class Mover:
         if not view.serving(stage) or not room:
             reason = "there is no memory for both stages" if view.serving(stage) else "nobody there gives its state"
             log.info("move_closes_first from=%d to=%d reason=%s", replica.stage, stage, reason)
+            await self._parts.base.source(stage, waits=False)
             return None
         if stage not in self._failed:
             # The coordinator waits for as long as it sees this: a download may take long. It is to wait no longer for
             # one that fails again and again.
             self.moving_to = stage
             await self._directory.announce()
+        await self._parts.base.source(stage, waits=False)
         try:
             prepared = await Replica.open(self._parts, stage, self._counted)
             await prepare(self._parts.agreement, stage, prepared.parts.sources)

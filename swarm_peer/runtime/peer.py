@@ -97,6 +97,7 @@ class Peer:
         self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
         self._mover: Mover | None = None
         self._replica: Replica | None = None  # the one that serves, or is to serve next
+        self._opens = UNDECIDED  # the stage of the replica that is being made
         self._moved_from = UNDECIDED
         self._failure: UserError | None = None
         self._waits: Complaint | None = None  # for those who vote
@@ -106,7 +107,7 @@ class Peer:
         lifecycle, replica, mover = self._lifecycle, self._replica, self._mover
         about = PeerView(
             peer_id=self._me,
-            stage=UNDECIDED,
+            stage=self._opens,
             state=lifecycle.state,
             name=self._options.name or "",
             movable=self._options.stage == "auto" if mover is None else mover.movable,
@@ -274,12 +275,15 @@ class Peer:
             await anyio.sleep(self._manifest.limits.announcement_s)
 
     async def _open(self, parts: PeerParts, stage: int) -> Replica | None:
-        """Make a replica of a stage, which may read from the hub. Returns None if this peer is told to end meanwhile.
+        """Make a replica of a stage. Returns None if this peer is told to end meanwhile.
+
+        That may take hours, where weights are downloaded: newcomers are to know of it, and donors to know this peer. One
+        that moves has them before it leaves its stage.
 
         Raises:
             UserError: this machine has no memory for the stage, or cannot read its data
         """
-        replica = None
+        replica, self._opens = None, stage
         with first_error():
             async with anyio.create_task_group() as tasks:
 
@@ -287,9 +291,17 @@ class Peer:
                     await self._lifecycle.ended.wait()
                     tasks.cancel_scope.cancel()
 
+                async def announce() -> None:
+                    await self._directory.announce()
+                    async with self._directory.kept_fresh([stage]):
+                        await anyio.sleep_forever()
+
                 tasks.start_soon(give_up)
+                if self._lifecycle.state is PeerState.JOINING:
+                    tasks.start_soon(announce)
                 replica = await Replica.open(parts, stage, self._counted)
                 tasks.cancel_scope.cancel()
+        self._opens = UNDECIDED
         return replica
 
     async def _stay(self, replica: Replica, mover: Mover) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from contexts import MovedClock, make_context
+from contexts import FixedRandom, MovedClock, make_context
 from memory_transport import MemoryNetwork
 from safetensors.torch import load_file, save_file
 from tiny_adapters import resolved_of, write_base
@@ -20,18 +21,20 @@ from tiny_tokenizers import save_tokenizer
 from coordinator.run.shared_base import base_giver, with_base
 from swarm_peer.config import PeerOptions
 from swarm_peer.errors import InvalidMessage, NotServing, UserError
-from swarm_peer.model.pretrained import ModelSource
+from swarm_peer.model.pretrained import ModelSource, WrongTensor
 from swarm_peer.model.training import StageTrainer
-from swarm_peer.runtime.base import base_sources
+from swarm_peer.runtime.base import base_giver as base_giver_module
+from swarm_peer.runtime.base import base_index, base_sources
 from swarm_peer.runtime.base.base_cache import BaseCache, bases_folder
 from swarm_peer.runtime.base.base_giver import BaseGiver, entries_in, numbers_in
 from swarm_peer.runtime.base.base_index import Base, make_base, num_bytes
 from swarm_peer.runtime.base.base_sources import BaseSources
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
-from swarm_peer.runtime.network.transport import Reply
+from swarm_peer.runtime.network.transport import Reply, pack_fields
 from swarm_peer.runtime.state import chunks
-from swarm_peer.wire.messages import BaseChunkCall
+from swarm_peer.runtime.state import index as index_module
+from swarm_peer.wire.messages import BaseChunkCall, StateEntry
 
 CHUNK_BYTES = 1024
 
@@ -39,12 +42,10 @@ CHUNK_BYTES = 1024
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Tensors of many chunks, without many bytes; nobody waits for long."""
-    from swarm_peer.runtime.base import base_giver, base_index
-    from swarm_peer.runtime.state import index
-
-    for module in (base_giver, base_index, index, chunks):
+    for module in (base_giver_module, base_index, index_module, chunks):
         monkeypatch.setattr(module, "STATE_CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(base_sources, "PAUSE_S", 0.01)
+    monkeypatch.setattr(base_sources, "CHUNKS_A_LOOK", 16)
 
 
 @pytest.fixture
@@ -73,7 +74,8 @@ class World:
 
     def peer(self, name: str, **options: object) -> BaseSources:
         options = {"initial_peers": ("/ip4/127.0.0.1/tcp/1",), "cache_dir": self.tmp_path / name} | options
-        context = make_context(self.resolved, options=PeerOptions(**options), clock=MovedClock())
+        surroundings = {"clock": MovedClock(), "random": FixedRandom(name)}
+        context = make_context(self.resolved, options=PeerOptions(**options), **surroundings)
 
         async def members() -> list[str]:
             return self.members
@@ -210,30 +212,81 @@ async def test_it_waits_until_a_member_has_them(world):
 
 async def test_a_giver_that_dies_does_not_end_it(world):
     await world.add_owner()
-    fault = world.network.fault(op="base_chunk", skip=5, before=anyio.Event(), times=100)
+    release = anyio.Event()
+    fault = world.network.fault(op="base_chunk", skip=5, before=release, times=100)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(world.peer("peer").source, 0)
         await fault.struck.wait()
         world.network.kill("owner")
-        fault.times, fault.before = 0, None
+        release.set()
         await world.add_owner("other")
     assert world.tensors_of("peer")
 
 
-async def test_damaged_files_are_downloaded_again(world):
+@pytest.mark.parametrize("damage", ["a byte", "cut off", "zeroed", "gone"])
+async def test_damaged_files_are_downloaded_again(damage, world):
     await world.add_owner()
     peer = world.peer("peer")
     source = await peer.source(1)
     damaged = max(world.cache_of("peer").glob("*.safetensors"), key=lambda path: path.stat().st_size)
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
-    damaged.write_bytes(content)
-    with pytest.raises(UserError, match="another tensor") as failure:
+    if damage == "gone":
+        damaged.unlink()
+    else:
+        damaged.write_bytes({"a byte": content, "cut off": content[:100], "zeroed": bytes(len(content))}[damage])
+    with pytest.raises(WrongTensor) as failure:
         stage_state(world, 1, source)
     await peer.distrust(source, 1, failure.value)
     assert not damaged.exists()
-    await peer.source(1)
-    assert damaged.read_bytes() != content
+    stage_state(world, 1, await peer.source(1))
+
+
+async def test_a_damaged_index_is_downloaded_again(world):
+    await world.add_owner()
+    await world.peer("peer").source(1)
+    for file in ("index.msgpack", "config.json"):
+        (world.cache_of("peer") / file).write_bytes(b"damaged")
+    stage_state(world, 1, await world.peer("peer").source(1))
+
+
+async def test_a_giver_without_what_it_says_is_not_asked_on_and_on(world, monkeypatch):
+    monkeypatch.setattr(base_sources, "PAUSE_S", 0.05)
+    await world.add_owner()
+    world.network.fault(op="base_chunk", times=10**6, fail=NotServing("it is gone"))
+    with anyio.move_on_after(0.5):
+        await world.peer("peer").source(1)
+    assert "waits for a member that has the model's weights" in world.notes
+    assert world.network.num_calls("base_index") < 15
+
+
+async def test_who_is_not_to_wait_hears_that_nobody_has_them(world):
+    with pytest.raises(NotServing):
+        await world.peer("peer").source(1, waits=False)
+
+
+async def test_a_full_disk_is_told_in_one_line(world, monkeypatch):
+    await world.add_owner()
+
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(UserError, match=r"cannot be kept in .*: "):
+        await world.peer("peer").source(1)
+    assert not list(world.cache_of("peer").glob(".*")), "nothing is left behind"
+
+
+async def test_newcomers_that_come_at_once_give_to_each_other(world):
+    await world.add_owner()
+    peers = {name: world.peer(name) for name in ("a", "b", "c", "d")}
+    for name, peer in peers.items():
+        await world.add_giver(name, peer.giver)
+    async with anyio.create_task_group() as tasks:
+        for peer in peers.values():
+            tasks.start_soon(peer.source, 0)
+    given = {name: world.network.num_calls("base_chunk", name) for name in ("owner", *peers)}
+    assert sum(given.values()) - given["owner"] > given["owner"] / 4, given
 
 
 async def test_nothing_is_given_but_what_the_index_lists(world, tmp_path):
@@ -309,10 +362,6 @@ def test_an_index_of_other_files_is_refused(model, name):
 
 
 def check_refused(index):
-    import hashlib
-
-    from swarm_peer.runtime.network.transport import pack_fields
-
     packed = pack_fields(index)
     with pytest.raises(InvalidMessage):
         Base.read(packed, hashlib.sha256(packed).hexdigest())
@@ -354,4 +403,26 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
     assert sorted(path.parent.name for path in tmp_path.glob("*/*")) == ["new", "old"]
     with pytest.raises(UserError, match="--cache-size"):
         cache.make_room(300)
+    assert len(list(tmp_path.glob("*/*"))) == 2, "nothing goes in vain"
+    cache.make_room(200)
     assert [path.parent.name for path in tmp_path.glob("*/*")] == ["new"], "what is in use stays"
+
+
+def test_a_large_base_may_be_shared_and_one_of_too_many_tensors_not(monkeypatch, model):
+    """The index of 70 B has more bytes than other messages may have."""
+    base = make_base(ModelSource(str(model)))
+    entry = StateEntry(name="w" * 60, dtype="BF16", shape=(CHUNK_BYTES, 16384), chunks=(bytes(32),) * 2 * 16384)
+    tensors = tuple(entry.model_copy(update={"name": f"w{number}"}) for number in range(3))
+    index = base.index.model_copy(update={"tensors": tensors})
+    packed = pack_fields(index)
+    assert len(packed) > 1 << 20
+    Base.read(packed, hashlib.sha256(packed).hexdigest())
+    monkeypatch.setattr(base_index, "MAX_INDEX_BYTES", 100)
+    with pytest.raises(UserError, match="share_base to false"):
+        make_base(ModelSource(str(model)))
+
+
+def test_buffers_of_old_models_are_left_out(tmp_path):
+    tensors = {"h.0.attn.bias": torch.ones(3, 3, dtype=torch.bool), "h.0.w": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert [entry.name for entry in make_base(ModelSource(str(tmp_path))).index.tensors] == ["h.0.w"]

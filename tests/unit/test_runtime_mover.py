@@ -13,7 +13,7 @@ from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import PeerOptions, RunManifest
-from swarm_peer.errors import CallError, HubFailed, UserError
+from swarm_peer.errors import CallError, HubFailed, NotServing, UserError
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime import mover as movers
 from swarm_peer.runtime.condition import Condition
@@ -37,17 +37,18 @@ OPTIONS = PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1",))
 class ScriptedMover(Mover):
     """The mover of a peer that serves stage 1, of which the test says what checks, downloads and others do."""
 
-    def __init__(self, check=None, prepare=None, stays=False):
+    def __init__(self, check=None, prepare=None, base=None, stays=False):
         lifecycle = Lifecycle(MovedClock(now=1.0))
         lifecycle.enter(PeerState.SERVING)
         parts = SimpleNamespace(
             context=make_context(MANIFEST, options=OPTIONS),
             directory=SimpleNamespace(announce=self._announce, refresh_surely=None),
             device=SimpleNamespace(type="cpu"),
+            base=SimpleNamespace(manifest=self._manifest, source=self._have_base),
             agreement=SimpleNamespace(core=SimpleNamespace(forget_prepared=self._forget)),
         )
         super().__init__(parts=parts, lifecycle=lifecycle, counted=None)
-        self._check_error, self._prepare_error, self._stays = check, prepare, stays
+        self._check_error, self._prepare_error, self._base_error, self._stays = check, prepare, base, stays
         self.announced, self.forgotten = [], []
         self.replica = SimpleNamespace(stage=1)
 
@@ -57,7 +58,15 @@ class ScriptedMover(Mover):
     async def _announce(self):
         self.announced.append((self._lifecycle.state, self._lifecycle.note))
 
-    def _check(self, stage):
+    async def _manifest(self):
+        return None
+
+    async def _have_base(self, stage, waits):
+        assert not waits, "a peer that serves stays where it is"
+        if self._base_error:
+            raise self._base_error
+
+    def _check(self, stage, manifest):
         if self._check_error:
             raise self._check_error
 
@@ -93,6 +102,19 @@ async def test_a_download_that_fails_leaves_the_peer_where_it_is():
     assert not await mover._move(mover.replica, 0)
     assert (mover._lifecycle.state, mover.movable, mover._prepared) == (PeerState.SERVING, True, None)
     assert not mover._lifecycle.stop.is_set(), "it may be asked again"
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+async def test_nobody_leaves_its_stage_for_one_whose_base_no_member_has(is_served):
+    async def look(stages):
+        return SimpleNamespace(serving=lambda stage: ["m"] if is_served else [])
+
+    mover = ScriptedMover(base=NotServing("nobody has it"))
+    mover._prepare = partial(Mover._prepare, mover)
+    mover._directory.refresh_surely = look
+    assert not await mover._move(mover.replica, 0)
+    assert (mover._lifecycle.state, mover.moving_to) == (PeerState.SERVING, UNDECIDED)
+    assert not mover._lifecycle.stop.is_set()
 
 
 @pytest.mark.parametrize("fails", ["open", "join"])
@@ -317,5 +339,5 @@ async def test_a_peer_that_loses_its_place_while_it_drains_for_a_move_joins_agai
 async def test_data_that_may_not_be_read_is_found_before_a_move():
     mover = ScriptedMover()
     with pytest.raises(UserError, match="--data-dir"):
-        await asyncio.to_thread(Mover._check, mover, 0)
-    Mover._check(mover, 1)
+        await asyncio.to_thread(Mover._check, mover, 0, MANIFEST)
+    Mover._check(mover, 1, MANIFEST)

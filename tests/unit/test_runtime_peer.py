@@ -312,7 +312,7 @@ async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():
     peer._lifecycle, peer._options, peer._me = Lifecycle(MovedClock(now=1.0)), OPTIONS, "me"
     peer._mover = SimpleNamespace(movable=True, moving_to=1)
     peer._dht = SimpleNamespace(is_reachable=None, addresses=())
-    peer._replica, peer._moved_from, peer._waits = None, UNDECIDED, None
+    peer._replica, peer._moved_from, peer._waits, peer._opens = None, UNDECIDED, None, UNDECIDED
     assert (peer._describe().too_large, peer._describe().moving_to) == ((0,), 1)
 
 

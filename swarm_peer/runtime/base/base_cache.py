@@ -1,8 +1,8 @@
 """Keeps what this machine has downloaded of bases, for later runs and for other peers of its user.
 
 Each base has a folder that reads as a published model: its small files, an index of tensors, and a safetensors file for
-each tensor that is here. Files appear whole and checked, or not at all. Where the folder comes to its limit, the files
-that were used longest ago go. Knows nothing of networks.
+each tensor that is here. Files appear whole and checked, or not at all. Where the folder comes to its limit, tensors go
+that were used longest ago. Knows nothing of networks.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
+import shutil
 import struct
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 
-from swarm_peer.errors import UserError, first_line, machine_fault
+from swarm_peer.errors import InvalidMessage, UserError, first_line, machine_fault
 from swarm_peer.files import replace_file
 from swarm_peer.model.pretrained import INDEX_FILE, ModelSource
 from swarm_peer.runtime.base.base_index import FILE, Base, num_bytes, read_part
@@ -36,6 +39,14 @@ def bases_folder(cache_dir: Path | None) -> Path:
     """The folder of all bases: below the folder for downloads, or else this user's cache as freedesktop.org has it."""
     cache = cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return cache / "swarm-bases"
+
+
+class _Kept(NamedTuple):
+    """A file, and when it was used last, in Unix seconds."""
+
+    path: Path
+    size: int
+    used_s: float
 
 
 class BaseCache:
@@ -58,7 +69,7 @@ class BaseCache:
         """The index, if it is here."""
         try:
             return Base.read((self.folder / PACKED_FILE).read_bytes(), self._sha256)
-        except OSError:
+        except (OSError, InvalidMessage):
             return None
 
     def keep_base(self, base: Base) -> None:
@@ -83,8 +94,8 @@ class BaseCache:
         """Where an entry of the index is, if it is here."""
         return self.folder / _file_of(number, entry)
 
-    def use(self, base: Base, numbers: Iterable[int]) -> list[int]:
-        """Note that some entries are used now; returns those that are not here."""
+    def missing_of(self, base: Base, numbers: Iterable[int]) -> list[int]:
+        """Those of some entries that are not here; that the others are used now is noted."""
         missing = []
         for number in numbers:
             try:
@@ -101,37 +112,64 @@ class BaseCache:
             entry = base.entries[number]
             try:
                 content = read_part(self.path(number, entry), entry, 0, num_bytes(entry))
-                if hash_chunks(memoryview(content)) == entry.chunks:
+                if hash_chunks(content) == entry.chunks:
                     continue
-                log.warning("base_file_damaged path=%s: check the disk", self.path(number, entry))
-                self.path(number, entry).unlink(missing_ok=True)
+                reason = "its hash has changed"
             except FileNotFoundError:
                 continue
             except (OSError, SafetensorError) as error:
-                log.warning("base_file_damaged path=%s reason=%s", self.path(number, entry), first_line(error))
+                reason = first_line(error)
+            log.warning("base_file_damaged path=%s reason=%s: check the disk", self.path(number, entry), reason)
+            try:
                 self.path(number, entry).unlink(missing_ok=True)
+            except OSError as error:
+                raise self.error(error) from error
 
     def make_room(self, wanted: int) -> None:
-        """Remove what was used longest ago, until so many bytes fit.
+        """Remove tensors that were used longest ago, until so many bytes fit.
 
         Raises:
             UserError: they do not fit
         """
-        files = [(path.stat(), path) for path in self._bases.glob("*/*") if path.is_file()]
-        total, removed, newest = sum(about.st_size for about, _ in files), 0, time.time() - IN_USE_S
-        for about, path in sorted(files, key=lambda file: file[0].st_mtime):
-            if total + wanted <= self._limit or about.st_mtime > newest:
+        kept, newest = self._kept(), time.time() - IN_USE_S
+        total = sum(each.size for each in kept)
+        limit = min(self._limit, total + self._free())
+        old = [each for each in kept if each.used_s <= newest]
+        in_use = total - sum(each.size for each in old)
+        if in_use + wanted > limit:
+            raise UserError(
+                f"{wanted} bytes of the run's base do not fit into {self._bases}, which holds {in_use} that are in "
+                f"use, and has room for {limit}: make room on that disk, or allow more with --cache-size"
+            )
+        removed = 0
+        for each in sorted(old, key=lambda each: each.used_s):
+            if total - removed + wanted <= limit:
                 break
-            path.unlink(missing_ok=True)
-            removed += about.st_size
-            total -= about.st_size
+            try:
+                each.path.unlink(missing_ok=True)
+                removed += each.size
+            except OSError as error:  # another user's, perhaps
+                log.warning("base_file_not_removed path=%s reason=%s", each.path, error.strerror)
         if removed:
             log.info("base_files_removed folder=%s bytes=%d reason=--cache-size", self._bases, removed)
-        if total + wanted > self._limit:
-            raise UserError(
-                f"{wanted} bytes of the run's base do not fit into {self._bases}, which holds {total} that are in use, "
-                f"and may hold {self._limit}: allow more with --cache-size"
-            )
+
+    def _kept(self) -> list[_Kept]:
+        """The tensors of all bases, and what writers that were killed have left. Other files are small, and stay."""
+        kept = []
+        for path in self._bases.glob("*/*.safetensors*"):
+            try:
+                about = path.stat()
+            except OSError:  # it has gone since
+                continue
+            kept.append(_Kept(path, about.st_size, about.st_mtime))
+        return kept
+
+    def _free(self) -> int:
+        try:
+            self._bases.mkdir(parents=True, exist_ok=True)
+            return shutil.disk_usage(self._bases).free
+        except OSError as error:
+            raise self.error(error) from error
 
     def write(self, number: int, entry: StateEntry) -> EntryFile:
         """Begin to write an entry.
@@ -159,25 +197,33 @@ class EntryFile:
 
     def __init__(self, path: Path, entry: StateEntry):
         self._path = path
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+        # Two containers that share the folder may have processes of one number.
+        self._partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         self._left = num_bytes(entry)
         header = b"" if entry.dtype == FILE else _header(entry)
         self._begin = len(header)
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        os.pwrite(self._file, header, 0)
-        if self._left:
-            os.posix_fallocate(self._file, self._begin, self._left)
-        else:
-            self._finish()
+        try:
+            os.pwrite(self._file, header, 0)
+            if self._left:
+                os.posix_fallocate(self._file, self._begin, self._left)
+            else:
+                self._finish()
+        except OSError:
+            self.close()
+            raise
 
-    def write(self, begin: int, data: memoryview) -> None:
-        """Write a part of it, each once."""
+    def write(self, begin: int, data: memoryview) -> bool:
+        """Write a part of it, each once. Returns whether it is whole now."""
         os.pwrite(self._file, data, self._begin + begin)
         self._left -= len(data)
-        if not self._left:
-            self._finish()
+        if self._left:
+            return False
+        self._finish()
+        return True
 
     def _finish(self) -> None:
+        os.fsync(self._file)
         self._partial.replace(self._path)
         self.close()
 

@@ -25,25 +25,23 @@ log = logging.getLogger(__name__)
 # Chunks that are read at once: anybody may ask, and the threads have other work as well.
 MOST_READING = 2
 
-# The file of each entry that is here, by its number.
-Found = Callable[[Base], dict[int, Path]]
-
 
 class BaseGiver:
     """Answers calls for the index of a base, and for its chunks. Belongs to the event loop's thread.
 
     Args:
-        found: looks which entries are here
+        found: looks which entries are here; returns the file of each, by its number
 
     Attributes:
         base: None as long as it is not known; nothing is given then
     """
 
-    def __init__(self, *, threads: Threads, found: Found, base: Base | None = None):
+    def __init__(self, *, threads: Threads, found: Callable[[Base], dict[int, Path]], base: Base | None = None):
         self.base = base
         self._threads = threads
-        self._find = found
-        self._found: dict[int, Path] | None = None
+        self._look = found
+        self._here: dict[int, Path] | None = None
+        self._num_changes = 0
         self._reading = anyio.Semaphore(MOST_READING)
 
     @property
@@ -53,12 +51,16 @@ class BaseGiver:
 
     def look_again(self) -> None:
         """Note that more entries may be here by now, or fewer."""
-        self._found = None
+        self._here = None
+        self._num_changes += 1
 
     async def _entries(self, base: Base) -> dict[int, Path]:
-        if self._found is None:
-            self._found = await self._threads.run(self._find, base)
-        return self._found
+        while (here := self._here) is None:
+            before = self._num_changes
+            found = await self._threads.run(self._look, base)
+            if self._num_changes == before:
+                self._here = found
+        return here
 
     async def handle_index(self, caller: str, call: BaseIndexCall, tensors: Sequence[memoryview]) -> Reply:
         """Give the index, and say which entries are here.
@@ -80,7 +82,8 @@ class BaseGiver:
             InvalidMessage: there is no such chunk
         """
         base = self.base
-        path = None if base is None else (await self._entries(base)).get(call.entry)
+        here = {} if base is None else await self._entries(base)
+        path = here.get(call.entry)
         if base is None or path is None:
             raise NotServing("this part of the run's base is not here")
         entry = base.entries[call.entry]
@@ -91,13 +94,13 @@ class BaseGiver:
         try:
             async with self._reading:
                 data = await self._threads.run(read_part, path, entry, begin, size)
-                if await self._threads.run(hash_chunks, memoryview(data)) != entry.chunks[call.chunk : call.chunk + 1]:
+                if await self._threads.run(hash_chunks, data) != entry.chunks[call.chunk : call.chunk + 1]:
                     raise OSError("it holds something else than the run's base")
         except (OSError, SafetensorError) as error:
             log.warning("base_not_given path=%s entry=%s reason=%s", path, entry.name, first_line(error))
-            self.look_again()
+            here.pop(call.entry, None)
             raise NotServing("this part of the run's base is not here any more") from error
-        return Reply(tensors=(memoryview(data),))
+        return Reply(tensors=(data,))
 
 
 def entries_in(source: ModelSource, base: Base) -> dict[int, Path]:

@@ -14,11 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
-from swarm_peer.errors import InvalidMessage, UserError
-from swarm_peer.model.pretrained import CONFIG_FILE, DTYPES, ModelSource
+from swarm_peer.errors import InvalidMessage, UserError, last_line
+from swarm_peer.model.pretrained import CONFIG_FILE, DTYPES, OLD_BUFFERS, ModelSource
 from swarm_peer.runtime.data.tokenizers import VOCABULARY_FILES
 from swarm_peer.runtime.network.transport import pack_fields, unpack_fields
 from swarm_peer.runtime.state.chunks import Chunk, chunks_of
@@ -32,6 +33,10 @@ FILES = (
 )
 FILE = "file"  # the type of their entries
 MAX_FILE_BYTES = 2**27
+# Of an index as bytes: that of a model of 2 TB. It is unpacked once its hash is known to be right.
+MAX_INDEX_BYTES = 2**24
+# Tensors of these types are buffers that families make for themselves.
+BUFFERS = ("BOOL", "I64")
 # Bytes of a value, by safetensors' name of its type.
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 assert SIZES.keys() == DTYPES
@@ -58,7 +63,7 @@ class Base:
         packed = bytes(packed)
         if hashlib.sha256(packed).hexdigest() != sha256:
             raise InvalidMessage("this is not the index that the run's manifest names")
-        index = unpack_fields(BaseIndex, memoryview(packed))
+        index = unpack_fields(BaseIndex, memoryview(packed), max_bytes=MAX_INDEX_BYTES)
         for entry in index.tensors:
             if entry.dtype not in SIZES or len(entry.chunks) != -(-num_bytes(entry) // STATE_CHUNK_BYTES):
                 raise InvalidMessage(f"tensor {entry.name:.100} of type {entry.dtype} and shape {entry.shape}")
@@ -73,7 +78,7 @@ class Base:
         """Its name: in hex digits."""
         return hashlib.sha256(self.packed).hexdigest()
 
-    @property
+    @cached_property
     def entries(self) -> tuple[StateEntry, ...]:
         """Tensors, then files."""
         return self.index.tensors + self.index.files
@@ -110,24 +115,27 @@ def make_base(source: ModelSource) -> Base:
         by_file[file].append(name)
     tensors: dict[str, StateEntry] = {}
     for file, names in by_file.items():
-        path = _fetched(source, file)
+        if (path := source.fetch(file)) is None:
+            raise source.missing(file)
         with source.opened(file, path) as content:
-            tensors |= {name: _tensor_entry(source, content, name) for name in names}
+            found = ((name, _tensor_entry(source, content, name)) for name in names)
+            tensors |= {name: entry for name, entry in found if entry is not None}
     beside = ((name, source.fetch(name)) for name in FILES)
     files = [_file_entry(name, path) for name, path in beside if path is not None]
-    index = BaseIndex(tensors=tuple(tensors[name] for name in sorted(tensors)), files=tuple(files))
-    return Base(index, pack_fields(index))
+    try:
+        index = BaseIndex(tensors=tuple(tensors[name] for name in sorted(tensors)), files=tuple(files))
+        packed = pack_fields(index)
+        return Base.read(packed, hashlib.sha256(packed).hexdigest())
+    except (ValidationError, InvalidMessage) as error:
+        raise source.error(
+            f"cannot be given by members to each other ({last_line(error)}): set model.share_base to false"
+        ) from error
 
 
-def _fetched(source: ModelSource, file: str) -> Path:
-    path = source.fetch(file)
-    if path is None:
-        raise source.error(f"lacks {file}, where its index says that tensors are: download it")
-    return path
-
-
-def _tensor_entry(source: ModelSource, content: Any, name: str) -> StateEntry:
+def _tensor_entry(source: ModelSource, content: Any, name: str) -> StateEntry | None:
     view = content.get_slice(name)
+    if view.get_dtype() in BUFFERS or name.endswith(OLD_BUFFERS):
+        return None
     if view.get_dtype() not in SIZES:
         raise source.error(
             f"tensor {name} is of type {view.get_dtype()}: give a model that is not quantised: model.base does that"
@@ -143,8 +151,8 @@ def _file_entry(name: str, path: Path) -> StateEntry:
     return StateEntry(name=name, dtype=FILE, shape=(len(content),), chunks=hash_chunks(memoryview(content)))
 
 
-def read_part(path: Path, entry: StateEntry, begin: int, size: int) -> bytes:
-    """Some bytes of an entry that a file of this machine holds.
+def read_part(path: Path, entry: StateEntry, begin: int, size: int) -> memoryview:
+    """Some bytes of an entry that a file of this machine holds; a tensor's stay in the file, mapped into memory.
 
     Raises:
         OSError, SafetensorError: the file is gone or damaged
@@ -152,6 +160,6 @@ def read_part(path: Path, entry: StateEntry, begin: int, size: int) -> bytes:
     if entry.dtype == FILE:
         with path.open("rb") as file:
             file.seek(begin)
-            return file.read(size)
+            return memoryview(file.read(size))
     with safe_open(path, framework="pt") as content:  # reads the pages alone that are asked for
-        return bytes(as_bytes(content.get_tensor(entry.name))[begin : begin + size])
+        return as_bytes(content.get_tensor(entry.name))[begin : begin + size]

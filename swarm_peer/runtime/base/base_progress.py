@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 LINE_S = 10.0
 
 
-class Progress:
+class DownloadProgress:
     """The progress of one download, shown from its first bytes on."""
 
     def __init__(self, num_bytes: int, clock: Clock):
@@ -24,7 +24,7 @@ class Progress:
         self._begun_s = self._told_s = clock.monotonic_s()
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> DownloadProgress:
         return self
 
     def __exit__(self, *_: object) -> None:

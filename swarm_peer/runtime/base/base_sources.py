@@ -7,6 +7,7 @@ know who the members are, or how a stage computes with its weights.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,11 @@ from swarm_peer.model.stage import StageModule
 from swarm_peer.runtime.base.base_cache import BaseCache, EntryFile, bases_folder
 from swarm_peer.runtime.base.base_giver import BaseGiver, entries_in, numbers_in
 from swarm_peer.runtime.base.base_index import Base, num_bytes
-from swarm_peer.runtime.base.base_progress import Progress
+from swarm_peer.runtime.base.base_progress import DownloadProgress
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.state.chunks import CHUNKS_IN_FLIGHT, Chunk, Donor, download_chunks
+from swarm_peer.runtime.state.chunks import Chunk, Donor, download_chunks
 from swarm_peer.wire.messages import BaseChunkCall, BaseIndexCall
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ MOST_DONORS = 8
 ASK_S = 20.0
 # Until members are asked again, where none has what is missing.
 PAUSE_S = 5.0
+# Chunks that are downloaded before members are asked again what they have by now: 256 MiB.
+CHUNKS_A_LOOK = 64
+# Chunks that a member owes at once, and how long it may send nothing: these two take 130 s on a link of 64 kB/s.
+IN_FLIGHT = 2
+PATIENCE_S = 150.0
 
 
 class BaseSources:
@@ -70,6 +77,7 @@ class BaseSources:
         self._rng = context.random.stream("base")
         self._finding = anyio.Lock()
         self._own_is_wrong = False
+        self._waits_for = ""
         self._sha256 = self._manifest.model.base_sha256
         options = context.options
         self._cache = BaseCache(bases_folder(options.cache_dir), self._sha256 or "", options.cache_size)
@@ -77,30 +85,31 @@ class BaseSources:
 
     # --- what a stage reads
 
-    async def source(self, stage: int) -> ModelSource | None:
+    async def source(self, stage: int, *, waits: bool = True) -> ModelSource | None:
         """The model that a stage reads its frozen weights from, once it is here; None if the manifest alone tells.
 
-        Waits for members for as long as none has them.
+        Args:
+            waits: for as long as no member has them
 
         Raises:
             UserError: there is no room for them
+            NotServing: no member has them now
         """
         if self._sha256 is None:
             return None
         async with self._finding:
-            return await self._find(stage)
+            return await self._find(stage, waits)
 
-    async def _find(self, stage: int) -> ModelSource:
-        base = await self._know_base()
+    async def _find(self, stage: int, waits: bool) -> ModelSource:
+        base = await self._know_base(waits)
         numbers = await self._context.threads.run(self._wanted, base, stage)
         if (own := await self._context.threads.run(self._own_source, base, numbers)) is not None:
             return own
-        missing = await self._context.threads.run(self._cache.use, base, numbers)
-        if missing:
+        while missing := await self._context.threads.run(self._cache.missing_of, base, numbers):
             given = await self._context.threads.run(self._is_on_hub, base, missing, abandon_on_cancel=True)
             if given:
                 return self._published(base)
-        await self._download(base, missing)
+            await self._download(base, missing, waits)
         return self._cache.source(base)
 
     async def manifest(self) -> RunManifest:
@@ -108,8 +117,9 @@ class BaseSources:
         data, model = self._manifest.data, self._manifest.model
         if self._sha256 is None or data.tokenizer != model.pretrained:
             return self._manifest
-        async with self._finding:
-            await self._know_base()
+        if self.giver.base is None:
+            async with self._finding:
+                await self._know_base(waits=True)
         data = data.model_copy(update={"tokenizer": str(self._cache.folder)})
         return self._manifest.model_copy(update={"data": data})
 
@@ -125,16 +135,17 @@ class BaseSources:
             self._own_is_wrong = True
         self.giver.look_again()
 
-    async def _know_base(self) -> Base:
-        """The index, with the small files beside the weights in this machine's cache."""
-        if (base := self.giver.base) is None:
-            base = await self._context.threads.run(self._cache.read_base)
-            if base is None:
-                base = await self._ask_for_base()
-                await self._context.threads.run(self._cache.keep_base, base)
-            self.giver.base = base
+    async def _know_base(self, waits: bool) -> Base:
+        """The index, with the small files beside the weights in this machine's cache, checked."""
+        if (base := self.giver.base) is not None:
+            return base
+        base = await self._context.threads.run(self._cache.read_base) or await self._ask_for_base(waits)
+        await self._context.threads.run(self._cache.keep_base, base)
         files = range(len(base.index.tensors), len(base.entries))
-        await self._download(base, await self._context.threads.run(self._cache.use, base, files))
+        await self._context.threads.run(self._cache.drop_damaged, base, files)
+        missing = await self._context.threads.run(self._cache.missing_of, base, files)
+        await self._download(base, missing, waits)
+        self.giver.base = base
         return base
 
     def _wanted(self, base: Base, stage: int) -> list[int]:
@@ -187,10 +198,12 @@ class BaseSources:
     # --- members
 
     async def _asked(self) -> list[str]:
-        members = sorted(set(await self._members()) - {self._transport.peer_id})
-        return self._rng.sample(members, min(MOST_ASKED, len(members)))
+        """The coordinator, as far as its identity is the run's, and some members."""
+        members = set(await self._members()) - {self._transport.peer_id}
+        first, others = members & {self._context.run_id}, sorted(members - {self._context.run_id})
+        return [*first, *self._rng.sample(others, min(MOST_ASKED, len(others)))]
 
-    async def _ask_for_base(self) -> Base:
+    async def _ask_for_base(self, waits: bool) -> Base:
         """The index, from any member; asks again and again."""
         assert self._sha256 is not None
         call = BaseIndexCall(manifest=self._context.resolved.hash)
@@ -204,10 +217,14 @@ class BaseSources:
                 except CallError as error:
                     level = logging.DEBUG if isinstance(error, NotServing) else logging.INFO
                     log.log(level, "base_not_told member=%s reason=%s", member, error)
-            await self._wait("waits for a member to say what the model's weights are")
+            await self._wait("waits for a member to say what the model's weights are", waits)
 
-    async def _wait(self, why: str) -> None:
-        log.warning("waiting reason=%s", why)
+    async def _wait(self, why: str, waits: bool) -> None:
+        if not waits:
+            raise NotServing(f"no member gives the model's weights: this peer {why}")
+        if why != self._waits_for:
+            log.warning("waiting reason=%s", why)
+        self._waits_for = why
         self._explain(why)
         await anyio.sleep(PAUSE_S)
 
@@ -226,7 +243,7 @@ class BaseSources:
                 log.debug("base_not_told member=%s reason=%s", member, error)
                 return
             if not has.isdisjoint(missing):
-                donors.append(Donor(member, lambda chunk: chunk.entry in has))
+                donors.append(Donor(member, lambda chunk: chunk.entry in has, patience_s=PATIENCE_S))
 
         async with anyio.create_task_group() as tasks:
             for member in await self._asked():
@@ -234,66 +251,79 @@ class BaseSources:
         self._rng.shuffle(donors)
         return donors[:MOST_DONORS]
 
-    async def _download(self, base: Base, numbers: Sequence[int]) -> None:
+    async def _download(self, base: Base, numbers: Sequence[int], waits: bool) -> None:
         """Download entries into the cache, from several members at once, until all are there.
 
         Raises:
             UserError: there is no room for them
+            NotServing: no member has them now, and this peer is not to wait
         """
         if not numbers:
             return
+        # Those who come at once each have other parts first, to give these to each other.
+        numbers = self._rng.sample(numbers, len(numbers))
         wanted = sum(num_bytes(base.entries[number]) for number in numbers)
         await self._context.threads.run(self._cache.make_room, wanted)
-        missing, in_flight = deque(base.chunks(numbers)), CHUNKS_IN_FLIGHT
-        with Progress(wanted, self._context.clock) as progress, self._files(base, numbers) as files:
+        missing, failed = deque(base.chunks(numbers)), set[str]()
+        with DownloadProgress(wanted, self._context.clock) as progress, self._files(base) as files:
             for number in numbers:
                 if not base.entries[number].chunks:  # it has no bytes
-                    files(number).close()
+                    await self._context.threads.run(files, number)
             while missing:
-                if not (donors := await self._donors(base, {chunk.entry for chunk in missing})):
-                    await self._wait("waits for a member that has the model's weights")
-                    continue
-                self._explain("downloads the model's weights")
-                await self._take(donors, missing, files, progress, in_flight)
-                in_flight = 1  # whoever is left is slow
+                part = deque(missing.popleft() for _ in range(min(CHUNKS_A_LOOK, len(missing))))
+                donors = await self._donors(base, {chunk.entry for chunk in part})
+                if donors and waits:
+                    self._explain("downloads the model's weights")
+                before = len(part)
+                # A donor that has failed is asked again only if there is no other.
+                trusted = [donor for donor in donors if donor.peer_id not in failed]
+                with first_error():
+                    await self._take(trusted or donors, part, files, progress)
+                failed |= {donor.peer_id for donor in donors if not donor.is_alive}
+                missing.extend(part)
+                if len(part) == before:
+                    await self._wait("waits for a member that has the model's weights", waits)
+        self._waits_for = ""
         log.info("base_downloaded entries=%d bytes=%d seconds=%.1f", len(numbers), wanted, progress.seconds)
-        self.giver.look_again()
 
     async def _take(
         self,
         donors: Sequence[Donor],
         missing: deque[Chunk],
         files: Callable[[int], EntryFile],
-        progress: Progress,
-        in_flight: int,
+        progress: DownloadProgress,
     ) -> None:
         def ask(chunk: Chunk) -> BaseChunkCall:
             return BaseChunkCall(manifest=self._context.resolved.hash, entry=chunk.entry, chunk=chunk.number)
 
         async def write(chunk: Chunk, data: memoryview) -> None:
-            file = files(chunk.entry)
+            file = await self._context.threads.run(files, chunk.entry)
             try:
-                await self._context.threads.run(file.write, chunk.begin, data)
+                is_whole = await self._context.threads.run(file.write, chunk.begin, data)
             except OSError as error:
                 raise self._cache.error(error) from error
             progress.add(chunk.size)
+            if is_whole:
+                self.giver.look_again()
 
         def failed(donor: str, error: CallError) -> None:
             log.warning("base_download_failed donor=%s reason=%s: %s", donor, error.code, error)
 
         await download_chunks(
-            self._transport, donors, missing, ask=ask, write=write, failed=failed, in_flight=in_flight
+            self._transport, donors, missing, ask=ask, write=write, failed=failed, in_flight=IN_FLIGHT
         )
 
     @contextmanager
-    def _files(self, base: Base, numbers: Collection[int]) -> Iterator[Callable[[int], EntryFile]]:
+    def _files(self, base: Base) -> Iterator[Callable[[int], EntryFile]]:
         """The files of entries, each begun when it is first asked for; those that are not whole go in the end."""
         begun: dict[int, EntryFile] = {}
+        beginning = threading.Lock()
 
         def file(number: int) -> EntryFile:
-            if number not in begun:
-                begun[number] = self._cache.write(number, base.entries[number])
-            return begun[number]
+            with beginning:
+                if number not in begun:
+                    begun[number] = self._cache.write(number, base.entries[number])
+                return begun[number]
 
         try:
             yield file

@@ -17,7 +17,7 @@ from swarm_peer.config_errors import describe
 from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClosed
 from swarm_peer.policy.run_progress import MAX_ROUND
 from swarm_peer.wire.messages import Body
-from swarm_peer.wire.packing import unpack
+from swarm_peer.wire.packing import MAX_BYTES, unpack
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 
@@ -113,10 +113,13 @@ def pack_fields(model: Body) -> bytes:
     return bytes(msgpack.packb(model.model_dump()))
 
 
-def unpack_fields(model: type[AnyBody], data: memoryview) -> AnyBody:
+def unpack_fields(model: type[AnyBody], data: memoryview, *, max_bytes: int = MAX_BYTES) -> AnyBody:
     """Decode a body that `pack_fields` encoded.
+
+    Args:
+        max_bytes: see unpack
 
     Raises:
         InvalidMessage: the bytes are no msgpack, or do not fit the schema
     """
-    return check_body(model, unpack(data, model.__name__))
+    return check_body(model, unpack(data, model.__name__, max_bytes=max_bytes))

@@ -58,11 +58,13 @@ class Donor:
 
     Args:
         has: whether it has a chunk, as far as it has told
+        patience_s: it is given up when it has sent nothing for so long
     """
 
-    def __init__(self, peer_id: str, has: Callable[[Chunk], bool] = lambda _: True):
+    def __init__(self, peer_id: str, has: Callable[[Chunk], bool] = lambda _: True, *, patience_s: float | None = None):
         self.peer_id = peer_id
         self.has = has
+        self.patience_s = patience_s or CALL_TIMEOUT_S
         self.is_alive = True
         self._waiting: list[anyio.CancelScope] = []
 
@@ -72,17 +74,18 @@ class Donor:
         Raises:
             CallTimeout: nothing has come from it for too long, neither this chunk nor another one
         """
-        with anyio.CancelScope(deadline=anyio.current_time() + CALL_TIMEOUT_S) as scope:
+        patience_s = self.patience_s
+        with anyio.CancelScope(deadline=anyio.current_time() + patience_s) as scope:
             self._waiting.append(scope)
             try:
                 # A donor that gives the others while it owes this one has CHUNKS_IN_FLIGHT times as long for it.
-                reply = await transport.call(self.peer_id, call, timeout_s=CALL_TIMEOUT_S * (CHUNKS_IN_FLIGHT + 1))
+                reply = await transport.call(self.peer_id, call, timeout_s=patience_s * (CHUNKS_IN_FLIGHT + 1))
             finally:
                 self._waiting.remove(scope)
             for waiting in self._waiting:
-                waiting.deadline = anyio.current_time() + CALL_TIMEOUT_S
+                waiting.deadline = anyio.current_time() + patience_s
             return reply
-        raise CallTimeout(f"{self.peer_id} has sent nothing for {CALL_TIMEOUT_S:.0f} s")
+        raise CallTimeout(f"{self.peer_id} has sent nothing for {patience_s:.0f} s")
 
 
 async def download_chunks(
