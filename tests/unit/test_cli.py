@@ -484,7 +484,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
         ("invite x --label a --at-once 0", 'Invalid value "0" for --at-once. Must be > 0'),
         ("invite x --label a --at-once 1048576", 'Invalid value "1048576" for --at-once. Must be <= 1048575'),
-        ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
+        ("sample", "--prompt is missing: give the text to continue, or --chat to talk with the model"),
         ("sample --prompt a --seed 18446744073709551616", 'Invalid value "18446744073709551616" for --seed.'),
         (
             "plan demo --peers volunters",
