@@ -436,7 +436,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ),
         (
             "serve dmo",
-            "dmo: no such file, and none of that name comes with Swarm (demo, gpt2-124m, llama, swarm-1b-sha",
+            "dmo: no such file, and none of that name comes with Swarm (demo, gpt2-124m, llama, llama-70b-qlo",
         ),
         ("serve demo --metrics-port 99999", 'Invalid value "99999" for --metrics-port. Must be <= 65535'),
         ("serve demo --initial-peers", "--initial-peers needs a value"),
