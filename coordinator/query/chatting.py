@@ -38,7 +38,7 @@ class Chat:
         self._messages: list[Message] = []
 
     async def answer(self, message: str, go_on: Continue) -> AsyncIterator[str]:
-        """Ask something; the answer comes piece by piece. Question and answer belong to what is said from then on.
+        """Ask something; the answer comes in pieces, with a line feed at its end. Both are remembered from then on.
 
         Args:
             go_on: has the model continue the prompt
@@ -63,7 +63,7 @@ class Chat:
                 said += (piece := stream.push(token))
                 yield piece
         said += (piece := stream.rest())
-        yield piece
+        yield f"{piece}\n"
         if num_tokens == room:
             full = f"the run's sequences have {self._length} tokens"
             self._tell(f"The answer is cut off: {full if room < self._most_tokens else f'--tokens is {room}'}.")

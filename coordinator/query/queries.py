@@ -172,7 +172,6 @@ def chat_with_run(
         async def answer(message: str) -> None:
             async for piece in chat.answer(message, go_on):
                 screen.write(piece)
-            screen.write("\n")
 
         if prompt is not None:
             await answer(prompt)

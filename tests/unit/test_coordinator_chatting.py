@@ -43,7 +43,9 @@ class Model:
 
 
 async def said(chat: Chat, model: Model, message: str) -> str:
-    return "".join([piece async for piece in chat.answer(message, model.go_on)])
+    pieces = "".join([piece async for piece in chat.answer(message, model.go_on)])
+    assert pieces.endswith("\n")
+    return pieces[:-1]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
