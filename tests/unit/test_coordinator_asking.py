@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from chat_templates import CHATML
 from peft import LoraConfig, get_peft_model
 from test_runtime_examples import save
@@ -15,6 +17,7 @@ from tiny_tokenizers import save_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coordinator.commands.asking import Asking
+from coordinator.commands.runs import local
 from coordinator.query.asking import MOST_TOKENS, Questions, read_questions
 from coordinator.run.resolving import resolve_manifest
 from swarm_peer.config import RunManifest
@@ -141,6 +144,30 @@ def test_answers_are_shown_side_by_side(tmp_path, capsys, monkeypatch):
         "I am the guide.",
     ]
     assert any("And now?" in line and "Nothing." in line and "Much." in line for line in lines)
+
+
+def test_local_asks_before_the_run_and_after_it(tmp_path, capsys, monkeypatch):
+    base, questions, config = write_base(tmp_path / "base"), tmp_path / "questions.txt", tmp_path / "run.yaml"
+    questions.write_text("Hi?")
+    manifest = resolved_of(base, dataset="embedded").manifest.model_dump(mode="json", exclude_unset=True)
+    config.write_text(yaml.safe_dump(manifest | {"data": {"format": "messages", "sequence_length": LENGTH}}))
+    asked = []
+    monkeypatch.setattr(Questions, "ask", lambda _, model, revision="main": asked.append(Path(model).name) or ["Yes."])
+
+    def run_local(*_: object, **__: object) -> SimpleNamespace:
+        assert asked == ["base"]
+        watch = SimpleNamespace(lines=[{"optimizer_step": 1, "loss": 2.0}], validation_loss=None)
+        return SimpleNamespace(watch=watch, model_folder=tmp_path / "model")
+
+    monkeypatch.setattr("coordinator.commands.runs.configure_logging", lambda level: None)
+    monkeypatch.setattr("coordinator.run.local.run_local", run_local)
+    monkeypatch.setattr("coordinator.commands.runs._write_report", lambda *_: None)
+    local(config, ask=questions, output=tmp_path / "output")
+    assert asked == ["base", "model"]
+    assert "After training" in capsys.readouterr().out
+
+    with pytest.raises(UserError, match="--ask: the run begins with random weights"):
+        local(Path("demo"), ask=questions, output=tmp_path / "other")
 
 
 def test_the_demo_asks_what_it_has_not_taught():
