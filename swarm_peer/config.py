@@ -180,8 +180,9 @@ class DataSection(Section):
     """The training data, and how it becomes samples."""
 
     dataset: Name = "embedded"
-    """embedded (text that comes with every Python); text, json, csv, tsv, parquet or arrow (with files); a local folder
-    or file (a path that begins with ., / or ~); or a hub name"""
+    """embedded (text that comes with every Python; with format messages, chats about Swarm that come with it); text,
+    json, csv, tsv, parquet or arrow (with files); a local folder or file (a path that begins with ., / or ~); or a hub
+    name"""
     files: tuple[Name, ...] = ()
     """local files, folders or glob patterns; dataset says what those hold whose names do not tell"""
     subset: Name | None = None
@@ -232,8 +233,8 @@ class DataSection(Section):
             )
         if self.format == "text" and self.packing:
             raise ValueError("packing=true is for records, and format='text' is cut into full samples: leave it out")
-        if self.format != "text" and self.dataset == "embedded":
-            reason = "dataset='embedded' is text: name another data set, or set format to text"
+        if self.format not in ("text", "messages") and self.dataset == "embedded":
+            reason = "dataset='embedded' is text, or messages: name another data set, or set format to one of these"
             raise ValueError(f"format={self.format!r} is of records in json, parquet or arrow, and {reason}")
         if local and not self.files:
             raise ValueError(f"dataset={self.dataset!r} needs files: name at least one file or glob pattern")

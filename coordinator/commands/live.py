@@ -30,7 +30,6 @@ from swarm_peer.cli import configure_logging
 from swarm_peer.config import LOGS, NETWORK, RUN, Addresses
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
-from swarm_peer.policy.plain_text import without_controls
 
 # A heading of --help.
 TEXT = Parameter(group=Group.create_ordered("The text"))
@@ -160,7 +159,8 @@ def sample(
     run: RunFolder = None,
     /,
     *,
-    prompt: Annotated[str, TEXT],
+    prompt: Annotated[str | None, TEXT] = None,
+    chat: Annotated[bool, TEXT, Parameter(negative="")] = False,
     tokens: Annotated[Count, TEXT, Positive] = 200,
     temperature: Annotated[float, TEXT, Parameter(validator=Number(gte=0, lt=inf))] = 0.8,
     top_k: Annotated[int, TEXT, NotNegative] = 40,
@@ -170,14 +170,16 @@ def sample(
     run_id: RunId = None,
     cache_dir: CacheDir = None,
 ) -> None:
-    """Have a live run's model continue a prompt, through its pipeline, which trains on.
+    """Have a live run's model continue a prompt, or answer in a chat, through its pipeline, which trains on.
 
     Nothing is kept between two tokens (there is no key-value cache): for each, the text so far, cropped to the run's
     sequence length, goes through the pipeline again.
 
     Args:
-        prompt: Text to continue.
-        tokens: How many to generate.
+        prompt: Text to continue, or the message to answer.
+        chat: Answer messages, by the run's chat template. Without --prompt, each line that you type is one; an empty
+            one ends the chat.
+        tokens: How many to generate, at most in each answer of a chat.
         temperature: 0 takes the likeliest token each time; higher values more of the others.
         top_k: Draw among this many likeliest tokens; 0 for all.
         seed: For the same text again, of the same weights; another one each time if not given.
@@ -185,17 +187,22 @@ def sample(
     """
     configure_logging("warning")
     check_initial_peers(initial_peers)
+    if prompt is None and not chat:
+        raise UserError("--prompt is missing: give the text to continue, or --chat to talk with the model")
     from rich.console import Console
 
     with Console(stderr=True).status("Looking for the run and its tokenizer") as waiting:
-        from coordinator.query.queries import sample_run
+        from coordinator.commands.terminal import Terminal
+        from coordinator.query.queries import chat_with_run, sample_run
         from coordinator.query.sampling import Sampling
         from coordinator.run.found_runs import addresses_of_run
 
-        def write(text: str) -> None:
-            waiting.stop()
-            print(without_controls(text), end="", flush=True)
-
+        terminal = Terminal(waiting.stop)
         sampling = Sampling(num_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-        sample_run(addresses_of_run(run, initial_peers), run_id, prompt, sampling, write, cache_dir, data_dir)
+        addresses = addresses_of_run(run, initial_peers)
+        if chat:
+            chat_with_run(addresses, run_id, prompt, sampling, terminal, cache_dir, data_dir)
+            return
+        assert prompt is not None
+        sample_run(addresses, run_id, prompt, sampling, terminal.write, cache_dir, data_dir)
     print()

@@ -31,13 +31,16 @@ from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.promises import Promises
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.cli import configure_logging
-from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN
+from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.policy.plain_text import without_controls
 
 if TYPE_CHECKING:
+    from coordinator.checkpoints.writer import CheckpointPlan
+    from coordinator.commands.asking import Asking
     from coordinator.run.service import RunService
+    from swarm_peer.model.resolved import ResolvedManifest
 
 
 def serve(
@@ -111,6 +114,7 @@ def local(
     steps: Annotated[Count | None, RUN, Positive] = None,
     set_: Overrides = (),
     sample: Annotated[Count, RUN, NotNegative] = 0,
+    ask: Annotated[Path | None, RUN] = None,
     restart: Annotated[bool, RUN] = True,
     on_divergence: Annotated[OnDivergence, CHECKPOINTS] = "end",
     checkpoints: Annotated[CheckpointOptions, Flat] = CheckpointOptions(),  # noqa: B008 (frozen)
@@ -129,6 +133,7 @@ def local(
         output: Folder of metrics.jsonl, the peers' logs and the model; runs/NAME-DATE-TIME if not given.
         steps: Optimizer steps, if other than in the file.
         sample: Tokens to generate with the model at the end.
+        ask: Text file of questions, one a line, that the pretrained model is asked before and the trained one after.
         restart: Start another peer in the place of one that dies.
         on_divergence: When its weights have diverged, the run ends, or goes back to its last good checkpoint once.
         device: Device of the peers: cpu, cuda for all GPUs in turns, cuda:N, or auto.
@@ -141,7 +146,6 @@ def local(
     manifest = resolved.manifest
     output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
-    from coordinator.checkpoints.writer import NO_CHECKPOINTS, plan_checkpoints
     from coordinator.run.local import check_counts, run_local
     from coordinator.run.room import check_local_peers
     from coordinator.run.run_options import RunOptions
@@ -151,16 +155,29 @@ def local(
     # These complain here rather than in a peer's log.
     devices = devices_to_share(device)
     validation_samples(manifest, 1, cache_dir)
-    is_asked = checkpoints != CheckpointOptions()
-    plan = plan_checkpoints(manifest, output, checkpoints) if is_asked else NO_CHECKPOINTS
+    plan = _plan_of(manifest, output, checkpoints)
     options = RunOptions(output=output, plan=plan, cache_dir=cache_dir, dashboard=place, on_divergence=on_divergence)
     options.check_divergence()
     counts = check_counts(manifest, peers_by_stage or [2] * manifest.stages.count)
     check_local_peers(resolved, counts, devices)
+    asking = _asked_before(resolved, ask, cache_dir)
     with options.promises.told_at_end():
         service = run_local(manifest, counts, devices, options, log_to, restart=restart)
-        _print_result(service, sample, cache_dir)
+        _print_result(service, sample, asking, cache_dir)
         _write_report(output, options.promises)
+
+
+def _asked_before(resolved: ResolvedManifest, questions: Path | None, cache_dir: Path | None) -> Asking | None:
+    from coordinator.commands.asking import Asking
+
+    return None if questions is None else Asking(resolved, questions, cache_dir)
+
+
+def _plan_of(manifest: RunManifest, output: Path, checkpoints: CheckpointOptions) -> CheckpointPlan:
+    from coordinator.checkpoints.writer import NO_CHECKPOINTS, plan_checkpoints
+
+    is_asked = checkpoints != CheckpointOptions()
+    return plan_checkpoints(manifest, output, checkpoints) if is_asked else NO_CHECKPOINTS
 
 
 def _parse_peers(peers: str) -> list[int]:
@@ -170,7 +187,7 @@ def _parse_peers(peers: str) -> list[int]:
         raise UserError(f"--peers {peers}: expected a number for each stage, such as 2,2") from error
 
 
-def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) -> None:
+def _print_result(service: RunService, num_tokens: int, asking: Asking | None, cache_dir: Path | None) -> None:
     line, validation = service.watch.lines[-1], service.watch.validation_loss
     text = f", validation loss {validation:.4f} nats per token" if validation is not None else ""
     print(f"{line['optimizer_step']} optimizer steps done: loss {line['loss']:.4f}{text}")
@@ -179,6 +196,8 @@ def _print_result(service: RunService, num_tokens: int, cache_dir: Path | None) 
 
         written = generate(service.resolved, service.model_folder, num_tokens, cache_dir)
         print(f"\nThe model writes:\n{without_controls(written)}\n")
+    if asking is not None:
+        asking.compare(service.model_folder)
     print(f"Hugging Face checkpoint: {service.model_folder}")
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
@@ -171,7 +171,7 @@ class LiveModel:
         assert result.logits is not None
         return decode(result.logits, (1, self.resolved.vocab_size), PLAIN)[0]
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[int]:
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[int, None]:
         """Continue a prompt, token by token.
 
         Peers keep nothing between two tokens (there is no key-value cache): for each, the whole prefix, cropped to the

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import numpy as np
 
 from coordinator.checkpoints.fetching import open_transport
+from coordinator.query.chatting import Chat
 from coordinator.query.live_model import Evaluation, LiveModel
 from coordinator.query.sampling import Sampling, TextStream
 from coordinator.watch.observer import LiveRun, observe_run
@@ -22,8 +24,25 @@ from swarm_peer.runtime.data.allowed_files import check_tokenizer, forbidden_pat
 from swarm_peer.runtime.data.corpus import check_shards, open_shards
 from swarm_peer.runtime.data.slices import samples_of, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
+from swarm_peer.runtime.host.machine import SystemThreads
 
 T = TypeVar("T")
+
+
+class Screen(Protocol):
+    """Where a person talks to a model."""
+
+    def read(self) -> str:
+        """The next message, waited for in a thread that may be abandoned; empty if there is none any more."""
+        ...
+
+    def write(self, text: str) -> None:
+        """Show a piece of an answer."""
+        ...
+
+    def tell(self, sentence: str) -> None:
+        """Show a remark that is not the model's."""
+        ...
 
 
 def evaluate_run(
@@ -118,6 +137,50 @@ def sample_run(
             write(unwritten + text.push(token))
             unwritten = ""
         write(unwritten + text.rest())
+
+    _with_live_model(initial_peers, run_id, work)
+
+
+def chat_with_run(
+    initial_peers: Sequence[str],
+    run_id: str | None,
+    prompt: str | None,
+    sampling: Sampling,
+    screen: Screen,
+    cache_dir: Path | None = None,
+    data_dir: Path | None = None,
+) -> None:
+    """Have a live run's model answer a message, or talk with it.
+
+    Args:
+        prompt: the only message; if None, messages come from `screen` until it has none
+        data_dir: folder of this machine that the run may have its tokenizer read from
+
+    Raises:
+        UserError: nobody answers, there is no such run, it has no chat template, or the prompt is too long for it
+        SwarmError: the pipeline gave no answer
+    """
+
+    async def work(model: LiveModel) -> None:
+        check_tokenizer(model.resolved.manifest.data, data_dir)
+        tokenizer = load_tokenizer(model.resolved.manifest.data, model.resolved.vocab_size, cache_dir)
+        chat = Chat(model.resolved.manifest.data, tokenizer, sampling.num_tokens, screen.tell)
+
+        def go_on(tokens: Sequence[int], most: int) -> AsyncGenerator[int, None]:
+            return model.generate(tokens, replace(sampling, num_tokens=most))
+
+        async def answer(message: str) -> None:
+            async for piece in chat.answer(message, go_on):
+                screen.write(piece)
+
+        if prompt is not None:
+            await answer(prompt)
+            return
+        while message := await SystemThreads().run(screen.read, abandon_on_cancel=True):
+            try:
+                await answer(message)
+            except UserError as error:
+                screen.tell(f"{error}.")
 
     _with_live_model(initial_peers, run_id, work)
 

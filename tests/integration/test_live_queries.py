@@ -22,6 +22,7 @@ from coordinator.run.baseline import Baseline
 from coordinator.watch.observer import observer_directory
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.plain_text import without_controls
 from swarm_peer.runtime.data.slices import validation_samples
 from swarm_peer.runtime.data.tokenizers import BytesTokenizer
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -30,11 +31,14 @@ STEPS = 20
 SAMPLES = 6
 PROMPT = "The quick brown fox jumps over the lazy"  # longer than a sequence
 NUM_TOKENS = 12
+# A turn is its text; a colon begins an answer.
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+QUESTION = "Hi?"
 
 
 async def command(live: LiveSwarm, folder: Path, *arguments: str) -> str:
     """What a command prints, errors included."""
-    printed = folder / f"{arguments[0]}.log"
+    printed = folder / f"{''.join(arguments[:2])}.log"
     process = fork([*COORDINATOR, *arguments, "--initial-peers", live.invite], printed)
     await live.until(lambda: process.poll() is not None, f"the end of {arguments[0]}")
     assert process.returncode == 0, printed.read_text()[-2000:]
@@ -78,7 +82,7 @@ def possible_losses(losses: np.ndarray, result: Evaluation) -> list[float]:
 
 def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
     training = {"steps": STEPS, "validation_samples": SAMPLES, "global_batch_size": 64}
-    manifest = tiny_manifest(model={"config": LLAMA}, training=training)
+    manifest = tiny_manifest(model={"config": LLAMA}, training=training, data={"chat_template": TEMPLATE})
     held_out = validation_samples(manifest, SAMPLES)
     live_results: list[Evaluation] = []
     said: dict[str, str] = {}
@@ -100,6 +104,8 @@ def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
         said["evaluate"] = await command(live, tmp_path, "evaluate", "--json")
         sample = ("sample", "--prompt", PROMPT, "--tokens", str(NUM_TOKENS), "--temperature", "0")
         said["sample"] = await command(live, tmp_path, *sample)
+        chat = ("sample", "--chat", "--prompt", QUESTION, "--tokens", str(NUM_TOKENS), "--temperature", "0")
+        said["chat"] = await command(live, tmp_path, *chat)
 
     run = run_swarm(manifest, [1, 1], tmp_path, script=script)
 
@@ -123,3 +129,9 @@ def test_a_live_run_answers_and_trains_on(tmp_path: Path) -> None:
     tokenizer = BytesTokenizer()
     tokens = greedy_continuation(tmp_path / "model", tokenizer.encode(PROMPT), manifest.data.sequence_length)
     assert said["sample"] == tokenizer.decode(tokens) + "\n"
+
+    prompt = tokenizer.encode(f"{QUESTION}:")
+    answer = greedy_continuation(tmp_path / "model", prompt, manifest.data.sequence_length)[len(prompt) :]
+    assert tokenizer.separator_id not in answer, "it goes on to --tokens"
+    remark = f"The answer is cut off: --tokens is {NUM_TOKENS}."
+    assert said["chat"] == f"{without_controls(tokenizer.decode(answer))}\n{remark}\n"

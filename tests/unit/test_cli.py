@@ -436,7 +436,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ),
         (
             "serve dmo",
-            "dmo: no such file, and none of that name comes with Swarm (demo, gpt2-124m, llama, swarm-1b-sha",
+            "dmo: no such file, and none of that name comes with Swarm (demo, gpt2-124m, llama, llama-70b-qlo",
         ),
         ("serve demo --metrics-port 99999", 'Invalid value "99999" for --metrics-port. Must be <= 65535'),
         ("serve demo --initial-peers", "--initial-peers needs a value"),
@@ -484,7 +484,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ("report /nowhere", "there is no folder /nowhere: name that of a run"),
         ("invite x --label a --at-once 0", 'Invalid value "0" for --at-once. Must be > 0'),
         ("invite x --label a --at-once 1048576", 'Invalid value "1048576" for --at-once. Must be <= 1048575'),
-        ("sample", "--prompt is missing; see swarm-coordinator sample --help"),
+        ("sample", "--prompt is missing: give the text to continue, or --chat to talk with the model"),
         ("sample --prompt a --seed 18446744073709551616", 'Invalid value "18446744073709551616" for --seed.'),
         (
             "plan demo --peers volunters",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,43 @@ import yaml
 from pydantic import ValidationError
 
 from coordinator.config_files import load_manifest
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import ModelSection, PeerOptions, RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
+from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.stage_memory import RESERVED_BYTES
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
 DEMO = next(path for path in CONFIGS if path.stem == "demo")
 
 
-def num_parameters(manifest: RunManifest) -> list[int]:
-    """Of each stage, counted on modules without memory."""
-    from swarm_peer.model.architecture import parse_model_config
-    from swarm_peer.model.resolved import ResolvedManifest
+# Where test_model_published.py has the config.json of a pretrained model, or of one of the same shape.
+PRETRAINED = {
+    "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.3-70B-Instruct": "unsloth/Llama-3.3-70B-Instruct",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M",
+}
+
+
+def resolve(manifest: RunManifest, folder: Path) -> ResolvedManifest:
+    """The manifest as it would be published, without the hub."""
+    from test_model_published import TAKEN
+
+    from swarm_peer.model.architecture import resolve_model_config
+
+    if (name := manifest.model.pretrained) is not None:
+        (folder / "config.json").write_text(json.dumps(TAKEN[PRETRAINED[name]]))
+        config = resolve_model_config(ModelSection(pretrained=str(folder)))
+        manifest = manifest.model_copy(update={"model": manifest.model.model_copy(update={"config": config})})
+    return ResolvedManifest.of(manifest)
+
+
+def num_parameters(resolved: ResolvedManifest) -> list[int]:
+    """Of each stage, counted on modules without memory, and without adapters."""
     from swarm_peer.model.stage import StageModule
 
-    config = parse_model_config(manifest.model.config)
-    return [
-        sum(parameter.numel() for parameter in module.parameters())
-        for module in (StageModule(config, spec, manifest.model) for spec in ResolvedManifest.of(manifest).specs)
-    ]
+    modules = [StageModule(resolved.config, spec, resolved.manifest.model) for spec in resolved.specs]
+    return [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
 
 
 def test_there_are_configs() -> None:
@@ -37,11 +56,13 @@ def test_there_are_configs() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_shipped_config_loads_and_can_be_cut(path: Path) -> None:
+def test_a_shipped_config_loads_and_can_be_cut(path: Path, tmp_path: Path) -> None:
     manifest = load_manifest(path)
     assert RunManifest.model_validate_json(manifest.canonical_json()) == manifest
-    assert all(num_parameters(manifest))
-    config = manifest.model.config
+    assert all(num_parameters(resolve(manifest, tmp_path)))
+    if (config := manifest.model.config) is None:
+        assert manifest.model.adapter is not None
+        return
     assert isinstance(config, dict)
     dropouts = [value for key, value in config.items() if key.endswith(("pdrop", "dropout"))]
     assert dropouts == [0.0] * (3 if config["model_type"] == "gpt2" else 0)
@@ -52,7 +73,22 @@ def test_a_shipped_config_loads_and_can_be_cut(path: Path) -> None:
 )
 def test_the_parameters_are_as_many_as_the_comments_say(stem: str, millions: float) -> None:
     manifest = load_manifest(DEMO.with_stem(stem))
-    assert sum(num_parameters(manifest)) / 1e6 == pytest.approx(millions, abs=0.05)
+    assert sum(num_parameters(ResolvedManifest.of(manifest))) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("stem", "trained_millions", "gpu_gib", "in_flight"),
+    [("llama-8b-qlora-chat", 21, 12, 3), ("llama-70b-qlora-chat", 35, 24, 12)],
+)
+def test_adapters_are_as_large_as_the_comments_say_and_fit_their_gpus(
+    stem: str, trained_millions: float, gpu_gib: int, in_flight: int, tmp_path: Path
+) -> None:
+    from swarm_peer.model.costs import stage_costs
+
+    stages = stage_costs(resolve(load_manifest(DEMO.with_stem(stem)), tmp_path), "cuda")
+    assert sum(stage.trained for stage in stages) / len(stages) / 1e6 == pytest.approx(trained_millions, abs=0.5)
+    for stage in stages:
+        assert stage.memory.window(gpu_gib * 2**30 - RESERVED_BYTES, 99) >= in_flight
 
 
 # --- messages
@@ -75,8 +111,8 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ("data.dataset=text", "data: dataset='text' needs files: name at least one file or glob pattern"),
         (
             "data.format=alpaca",
-            "data: format='alpaca' is of records in json, parquet or arrow, and dataset='embedded' is text: name "
-            "another data set, or set format to text",
+            "data: format='alpaca' is of records in json, parquet or arrow, and dataset='embedded' is text, or "
+            "messages: name another data set, or set format to one of these",
         ),
         (
             "data.packing=true",

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import CHATML
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -386,6 +387,23 @@ def test_embedded_text_is_there_and_spread() -> None:
     sources = {key for key, document in held_out.items() for text in texts if text in document}
     assert len(sources) > 16
     assert any("import " in document for document in held_out.values())
+
+
+def test_embedded_chats_are_there_and_all_are_read() -> None:
+    chats = documents.CHATS.read_text().splitlines()
+    run = manifest(
+        dataset="embedded",
+        format="messages",
+        chat_template=CHATML.template,
+        sequence_length=2000,
+        validation_documents=8,
+    )
+    held_out = data._held_out(run.data, run.seed, None)
+    assert len(held_out) == 8
+    reader = SliceReader(manifest=run)
+    read = [tokens for number in range(reader.num_slices()) for _, tokens in reader.open(SliceId(0, number))]
+    assert len(chats) == len(read) + len(held_out) == len(set(chats))
+    assert 120 <= len(chats) <= 200
 
 
 # --- validation

@@ -1,5 +1,7 @@
 """Chats as tokens: a chat template makes text of messages, and what the assistant says in it is found again.
 
+The same templates make the prompts of those who talk to the trained model.
+
 Templates that mark it themselves (`{% generation %}`) say where it stands. For the others, the text of the messages
 before each of the assistant's turns, with the beginning of an answer, and of those up to its end are made as well. Both
 have to be beginnings of the whole text, and what lies between them is the turn.
@@ -11,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from swarm_peer.config import LossOn
+from swarm_peer.config import DataSection, LossOn
 from swarm_peer.errors import UserError, first_line
 from swarm_peer.runtime.data.formats import Message
 from swarm_peer.runtime.data.records import BadRecord
@@ -20,6 +22,9 @@ from swarm_peer.runtime.data.tokenizers import Tokenizer
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates write the day into their text. It has to be the same at all peers, on all days: Llama 3's own default.
 _FIXED_DAY = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
+
+# A chat that any template takes.
+_GREETING: Sequence[Message] = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"})
 
 # From its first character up to the one after its last.
 Span = tuple[int, int]
@@ -69,6 +74,23 @@ class ChatTemplate:
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         return Example(ids, _overlaps(offsets, [(start, self._end(text, start, len(text)))]))
 
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of some messages, with the beginning of the answer to them. Raises as `example`."""
+        text, _ = self._render(messages, adds_prompt=True)
+        return self._tokenizer.encode(text)
+
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer: the first special one behind it, and the one that ends a text.
+
+        Raises:
+            BadRecord: the template refuses a chat of two messages
+        """
+        text, _ = self._render(_GREETING)
+        behind = self._tokenizer.encode(text.rpartition(_GREETING[-1]["content"])[2])
+        special = self._tokenizer.special_tokens
+        first = [id_ for id_ in behind if self._tokenizer.decode([id_]) in special][:1]
+        return frozenset([*first, self._tokenizer.separator_id])
+
     def _turns(self, text: str, messages: Sequence[Message], tools: Any) -> list[Span]:
         """Where the assistant's turns stand in the text of some messages."""
         spans = []
@@ -116,6 +138,12 @@ class ChatTemplate:
         return text, list(spans[0]) if finds_marks else []
 
 
+def template_of(section: DataSection, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a run: its own, or its tokenizer's; None if there is none."""
+    text = section.chat_template or tokenizer.chat_template
+    return None if text is None else ChatTemplate(text, tokenizer)
+
+
 def check_template(template: ChatTemplate) -> None:
     """Check that a chat of two messages can be rendered with a template.
 
@@ -123,7 +151,7 @@ def check_template(template: ChatTemplate) -> None:
         UserError: it cannot
     """
     try:
-        template.example([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}], "all")
+        template.example(_GREETING, "all")
     except BadRecord as error:
         raise UserError(f"the chat template cannot be used: {error}; correct data.chat_template") from error
 

@@ -1,8 +1,9 @@
 """The documents of a data set, shard by shard. Knows nothing of tokens, samples or held-out documents.
 
 The data set `embedded` is Python's own text: the help topics of `pydoc_data` and the sources of the standard library.
-It is for demos, since peers with different versions of Python read slightly different text. Files on this machine are
-found by files.py, other data sets by hub.py.
+It is for demos, since peers with different versions of Python read slightly different text. With `data.format`
+`messages` it is a file beside this one, of chats about Swarm. Files on this machine are found by files.py, other data
+sets by hub.py.
 
 Somebody else has written the manifest. So a peer reads only the local files that the manifest names itself, in
 `data.files` or as `data.dataset`; allowed_files.py checks these names first.
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from swarm_peer.config import DataSection
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.data.files import describe_left_out, find_data, kind_of, local_folder
+from swarm_peer.runtime.data.files import DataFile, describe_left_out, find_data, kind_of, local_folder
 from swarm_peer.runtime.data.hub import open_dataset
 from swarm_peer.runtime.data.records import cut
 from swarm_peer.runtime.data.shards import RecordShard, Shard, shard_of
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 
 # About the size of Python's sources. The number must not depend on the version of Python.
 EMBEDDED_BYTES = 9 << 20
+
+# 148 short chats about Swarm, written by its authors: what a model answers that has learnt them can be told apart from
+# what it says before.
+CHATS = Path(__file__).with_name("swarm-chats.jsonl")
 
 # Files that are looked into before a run begins. One that cannot be read should be told then, not after hours.
 MOST_CHECKED = 100
@@ -51,7 +56,7 @@ def open_shards(section: DataSection, cache_dir: Path | None) -> list[Shard]:
         UserError: there is no such data
     """
     if section.dataset == "embedded":
-        return _embedded_shards()
+        return [shard_of(_chats(), section)] if section.format == "messages" else _embedded_shards()
     folder = local_folder(section)
     if folder is None and not section.files and (here := _namesake(section.dataset)):
         raise UserError(
@@ -106,7 +111,7 @@ def tell_left_out(section: DataSection) -> None:
 def total_bytes(section: DataSection) -> int | None:
     """The size of the data set's files; None if they are not on this machine, since the size is not known then."""
     if section.dataset == "embedded":
-        return EMBEDDED_BYTES
+        return _chats().size if section.format == "messages" else EMBEDDED_BYTES
     return sum(file.size for file in find_data(section).files) if _is_found_here(section) else None
 
 
@@ -129,6 +134,10 @@ def _is_found_here(section: DataSection) -> bool:
 
 
 # --- embedded
+
+
+def _chats() -> DataFile:
+    return DataFile(str(CHATS), "json", CHATS.stat().st_size)
 
 
 def _embedded_shards() -> list[Shard]:

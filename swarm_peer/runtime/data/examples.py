@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm_peer.config import DataFormat, DataSection, LossOn
 from swarm_peer.errors import UserError
-from swarm_peer.runtime.data.chats import ChatTemplate, Example, check_template
+from swarm_peer.runtime.data.chats import Example, check_template, template_of
 from swarm_peer.runtime.data.formats import Message, as_messages, messages_of
 from swarm_peer.runtime.data.records import BadRecord
 from swarm_peer.runtime.data.tokenizers import Tokenizer, UnknownToken
@@ -50,8 +50,7 @@ class ExampleMaker:
         self._section = section
         self._tokenizer = tokenizer
         self._loss_on = section.loss_on or LOSS_ON[section.format]
-        text = section.chat_template or tokenizer.chat_template
-        self._template = None if text is None else ChatTemplate(text, tokenizer)
+        self._template = template_of(section, tokenizer)
         if self._template is not None and section.chat_template is not None:
             check_template(self._template)
         if self._template is None and section.format in ("messages", "sharegpt"):
