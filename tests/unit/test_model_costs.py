@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from measured_memory import CASES, KINDS, LONG, Case
+from measured_memory import CASES, KINDS, LONG, READ, Case
 
 from swarm_peer.model.costs import optimizer_bytes, stage_costs
 from swarm_peer.model.stage import StageModule
@@ -26,7 +26,7 @@ def figures(kind: str) -> dict[str, tuple[float, float]]:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     print(result.stdout)
-    titles = (case.title for case in KINDS[kind])
+    titles = (case.title for case in (KINDS | {"reading": READ})[kind])
     return dict(zip(titles, json.loads(result.stdout.splitlines()[-1]), strict=True))
 
 
@@ -39,6 +39,16 @@ def figures(kind: str) -> dict[str, tuple[float, float]]:
 def test_memory_is_predicted_as_it_is_measured(kind: str, case: Case) -> None:
     predicted, measured = figures(kind)[case.title]
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", READ, ids=lambda case: case.title)
+def test_a_base_is_read_in_little_more_memory_than_it_is_kept_in(case: Case) -> None:
+    """Whatever is read at a time, and whatever it becomes on the way from 16 bits to fewer."""
+    kept, peak = figures("reading")[case.title]
+    assert kept > 2e8
+    assert 0.95 * kept < peak < 1.3 * kept
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
