@@ -44,6 +44,7 @@ from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words
+from coordinator.watch.what_is_trained import count_parameters
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
@@ -108,6 +109,7 @@ class RunService:
         self.journal = Journal(options.output, dht.passes.is_revoked, events.on_event)
         self.contributions = ContributionEstimates(options.output)
         self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
+        self.metrics.show_parameters(count_parameters(resolved))
         self.ended: str | None = None
         self._dht = dht
         self._options = options

@@ -7,6 +7,7 @@ from typing import Any
 from coordinator.watch.metrics_file import stage_shares
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words
+from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.view import PeerView, TimeShares
@@ -20,6 +21,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
     return {
         "name": manifest.name,
         "manifest": manifest.hash,
+        "trains": what_is_trained(manifest.model),
         "optimizer_step": watch.shown_step,
         "optimizer_steps": manifest.training.steps,
         "samples_in_round": watch.current_samples,
@@ -27,6 +29,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
         "loss": line["loss"] if line else None,
         "tokens_per_s": line["tokens_per_s"] if line else None,
         "validation_loss": watch.validation_loss,
+        "target_share": watch.target_share,
         "standstill": None if watch.standstill is None else _summarise_standstill(watch.standstill, watch.seen_s),
         "coordinator": None if watch.coordination is None else _summarise_coordinator(*watch.coordination),
         "stages": [
