@@ -107,7 +107,20 @@ def test_what_is_frozen_costs_no_gradients_averages_and_states(case: Case) -> No
 
 def test_adapters_compute_less_than_training_all_weights() -> None:
     case = next(case for case in KINDS["adapters"] if case.base == "nf4")
-    adapted, whole = (
-        stage_costs(each.resolved(), "cuda")[1] for each in (case, case._replace(adapter=None, base="fp32"))
+    in_nf4, in_bf16, whole = (
+        stage_costs(each.resolved(), "cuda")[1].flops
+        for each in (case, case._replace(base="bf16"), case._replace(adapter=None, base="fp32"))
     )
-    assert 0.66 * whole.flops < adapted.flops < 0.8 * whole.flops, "there is one product less of three"
+    assert 0.66 * whole < in_bf16 < 0.8 * whole, "there is one product less of three"
+    assert in_bf16 < in_nf4, "which is made whole"
+
+
+def test_a_rounded_base_is_made_whole_once_for_all_tokens_of_a_microbatch() -> None:
+    case = next(case for case in KINDS["adapters"] if case.base == "nf4")
+    extra = []
+    for length in (128, 256):
+        rounded, whole = (
+            stage_costs(case._replace(length=length, base=base).resolved(), "cuda")[1].flops for base in ("nf4", "bf16")
+        )
+        extra.append(rounded - whole)
+    assert extra[0] == pytest.approx(2 * extra[1]), "a token of a shorter one has a larger share"
