@@ -114,7 +114,8 @@ def _data(data: DataSection) -> Rows:
         yield "split", data.split
     yield "format", data.format
     if data.has_targets:
-        yield "learnt (`data.loss_on`)", data.loss_on or LOSS_ON[data.format]
+        by_labels = data.format == "tokens" and data.loss_on is None
+        yield "learnt (`data.loss_on`)", "the records' labels" if by_labels else data.loss_on or LOSS_ON[data.format]
         yield "several records in a sample (`data.packing`)", "yes" if data.packing else "no"
     yield "tokenizer", public_name(data.tokenizer)
 

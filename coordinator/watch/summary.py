@@ -29,7 +29,6 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
         "loss": line["loss"] if line else None,
         "tokens_per_s": line["tokens_per_s"] if line else None,
         "validation_loss": watch.validation_loss,
-        "target_share": watch.target_share,
         "standstill": None if watch.standstill is None else _summarise_standstill(watch.standstill, watch.seen_s),
         "coordinator": None if watch.coordination is None else _summarise_coordinator(*watch.coordination),
         "stages": [
