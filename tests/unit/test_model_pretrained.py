@@ -673,3 +673,21 @@ def test_a_tensor_is_read_some_rows_at_a_time(tmp_path, monkeypatch):
         sizes[name] = [len(block) for block in tensor.blocks()]
         assert torch.equal(tensor.whole(), values.float())
     assert sizes == {"matrix": [128, 72], "long": [64, 6], "vector": [384, 384, 232]}
+
+
+def test_a_tensor_that_is_not_the_runs_is_refused_before_any_of_it_is_read(tmp_path):
+    values = torch.randn(200, 3)
+    save_file({"matrix": values}, tmp_path / "model.safetensors")
+    seen = []
+
+    def tensor(is_right):
+        source = ModelSource(str(tmp_path), is_right=is_right)
+        return pretrained.StoredTensor(
+            source, "model.safetensors", tmp_path / "model.safetensors", "matrix", values.shape
+        )
+
+    with pytest.raises(pretrained.WrongTensor, match=r"has another tensor matrix in model\.safetensors than the run's"):
+        next(tensor(lambda name, stored: seen.append((name, stored.clone()))).blocks())
+    assert seen[0][0] == "matrix"
+    assert torch.equal(seen[0][1], values)
+    assert torch.equal(tensor(lambda name, stored: True).whole(), values)
