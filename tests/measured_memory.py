@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.forward_pass import ForwardPass
+from swarm_peer.model.pretrained import ModelSource
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.wire.codecs import decode, encode
@@ -77,6 +79,24 @@ class Case(NamedTuple):
     @property
     def _folder(self) -> Path:
         return BASES / hashlib.sha256(repr(self._config).encode()).hexdigest()[:16]
+
+    def write_shards(self) -> None:
+        """Write a base in bf16 and in several files, as large models are published."""
+        if self._folder.exists():
+            return
+        self._folder.mkdir(parents=True)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**self._config))
+        shards: list[dict[str, torch.Tensor]] = [{}]
+        places: dict[str, str] = {}
+        for name, tensor in model.state_dict().items():
+            if sum(each.nbytes for each in shards[-1].values()) > SHARD_BYTES:
+                shards.append({})
+            shards[-1][name] = torch.randn(tensor.shape).bfloat16()
+            places[name] = f"model-{len(shards)}.safetensors"
+        for number, shard in enumerate(shards, 1):
+            save_file(shard, self._folder / f"model-{number}.safetensors")
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
     def write_base(self) -> None:
         """Write the weights that adapters adapt, if there are any."""
@@ -131,6 +151,10 @@ ADAPTED = (
 )
 # By the program's argument: each takes minutes.
 KINDS = {"whole": CASES, "adapters": ADAPTED}
+# A base of 1 GB as it is published.
+PUBLISHED = LLAMA | {"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16}
+SHARD_BYTES = 150e6
+READ = tuple(Case(f"read as {base}", PUBLISHED, [8], 0, 64, 1, adapter={}, base=base) for base in ("nf4", "bf16"))
 
 
 def measure(case: Case) -> tuple[float, float]:
@@ -151,6 +175,35 @@ def measure(case: Case) -> tuple[float, float]:
     _train(case)
     measured = _status_bytes("VmHWM") - before
     return stage_costs(case.resolved(), "cpu")[case.stage].memory.peak_bytes(case.in_flight), measured
+
+
+def _small(case: Case) -> Case:
+    return case._replace(config=LLAMA, layers=[1] * len(case.layers))
+
+
+def measure_reading(case: Case) -> tuple[float, float]:
+    """Bytes of a stage's weights as they are kept, and what the resident set grows by at most while they are read.
+
+    The allocator is left as it is: what it keeps of freed blocks is part of a peer's memory, too.
+    """
+    torch.set_num_threads(1)
+    small = _small(case)
+    StageTrainer(small.resolved(), small.resolved().specs[small.stage])
+    resolved = case.resolved()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    _reset_peak()
+    before = _status_bytes("VmRSS")
+    # As where members give the base: each tensor is hashed before it is read.
+    source = ModelSource(
+        str(case._folder), is_right=lambda name, tensor: bool(hashlib.sha256(_bytes_of(tensor)).digest())
+    )
+    StageTrainer(resolved, resolved.specs[case.stage], source=source)
+    return stage_costs(resolved, "cpu")[case.stage].memory.weight_bytes, _status_bytes("VmHWM") - before
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _train(case: Case) -> None:
@@ -209,15 +262,22 @@ def _status_bytes(field: str) -> int:
 
 
 def main() -> None:
-    """Measure the cases of a kind, or those whose names contain the first argument; all by default."""
+    """Measure the cases of a kind, or those whose names contain the first argument; all by default.
+
+    `reading` measures how bases are read.
+    """
     global BASES
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     cases = KINDS.get(wanted, [case for case in (*CASES, *ADAPTED) if wanted in case.title])
+    is_reading = wanted == "reading"
+    cases = READ if is_reading else cases
     # One process, replaced after each case: what one has left of the allocator's state must not be the next one's.
     with TemporaryDirectory() as folder:
         BASES = Path(folder)
         with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-            figures = pool.map(measure, cases, chunksize=1)
+            if is_reading:
+                pool.map(Case.write_shards, [each for case in cases for each in (_small(case), case)], chunksize=1)
+            figures = pool.map(measure_reading if is_reading else measure, cases, chunksize=1)
     for case, (predicted, measured) in zip(cases, figures, strict=True):
         print(
             f"| {case.title} | {predicted / 1e6:.0f} MB | {measured / 1e6:.0f} MB | {predicted / measured - 1:+.1%} |"

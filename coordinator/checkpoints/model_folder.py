@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from coordinator.checkpoints.fetching import fetch_snapshots, open_transport
+from coordinator.checkpoints.folder import Checkpoint
+from coordinator.checkpoints.model_card import Training, model_card, training_in
 from coordinator.checkpoints.state_receiver import StateReceiver
 from coordinator.checkpoints.store import find_checkpoint
 from coordinator.watch.observer import LiveRun, observe_run
@@ -53,9 +55,15 @@ def export_checkpoint(
     resolved = ResolvedManifest.of(checkpoint.manifest)
     check_merge(resolved.manifest, merge)
     states = (checkpoint.load_stage(stage) for stage in range(resolved.num_stages))
-    if why_not := export_states(resolved, states, folder, cache_dir, merge=merge):
+    training = training_in(_run_folder(checkpoint), resolved.manifest, checkpoint.optimizer_step)
+    if why_not := export_states(resolved, states, folder, cache_dir, merge=merge, training=training):
         promises.broken(NO_TOKENIZER, why_not)
     return checkpoint.optimizer_step
+
+
+def _run_folder(checkpoint: Checkpoint) -> Path:
+    """The folder of a checkpoint's run, where that is on this machine and keeps its own checkpoints."""
+    return Path(checkpoint.path).absolute().parent.parent
 
 
 def export_run(
@@ -67,6 +75,7 @@ def export_run(
     data_dir: Path | None = None,
     *,
     merge: bool = False,
+    run_folder: Path | None = None,
 ) -> int:
     """Write the model of a live run, by the newest snapshot of all its stages; returns its optimizer step.
 
@@ -74,6 +83,7 @@ def export_run(
         promises: told if there is no tokenizer beside the model
         data_dir: folder of this machine that the run may have its tokenizer read from, and the base to merge with
         merge: add the run's adapters to its base
+        run_folder: of this run, if it is on this machine: it tells how the run went
 
     Raises:
         UserError: nobody answers, there is no such run, or the folder is in use
@@ -81,9 +91,13 @@ def export_run(
     """
     check_folder(folder)
     resolved, states = observe_run(initial_peers, run_id, partial(_fetch, folder, merge, data_dir))
-    if why_not := export_states(resolved, states, folder, cache_dir, data_dir, merge=merge):
+    optimizer_step = states[0].optimizer_step
+    training = Training(optimizer_step=optimizer_step)
+    if run_folder is not None:
+        training = training_in(run_folder, resolved.manifest, optimizer_step)
+    if why_not := export_states(resolved, states, folder, cache_dir, data_dir, merge=merge, training=training):
         promises.broken(NO_TOKENIZER, why_not)
-    return states[0].optimizer_step
+    return optimizer_step
 
 
 def check_merge(manifest: RunManifest, merge: bool, data_dir: Path | None = ANYWHERE) -> None:
@@ -118,6 +132,7 @@ def export_states(
     data_dir: Path | None = ANYWHERE,
     *,
     merge: bool = False,
+    training: Training | None = None,
 ) -> str:
     """Write the model that the states of all stages make.
 
@@ -125,6 +140,7 @@ def export_states(
         states: in the order of their stages. Each may be let go when the next one is asked for: its weights stay
         data_dir: the tokenizer is read from there, or from a hub
         merge: add adapters to their base
+        training: how the run went, for the model card; no card if not given
 
     Returns:
         why the tokenizer is not beside it; empty if it is, or there is none. A model without it is better than none
@@ -135,7 +151,8 @@ def export_states(
     weights: dict[str, torch.Tensor] = {}
     for state in states:
         weights |= {name: value for name, value in state.tensors.items() if is_weight(name)}
-    export_model(resolved, weights, folder, merge=merge, cache_dir=cache_dir)
+    readme = "" if training is None else model_card(resolved, training, is_merged=merge)
+    export_model(resolved, weights, folder, merge=merge, cache_dir=cache_dir, readme=readme)
     return save_tokenizer(resolved, folder, cache_dir, data_dir)
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from coordinator.checkpoints.giver import CheckpointGiver
 from coordinator.checkpoints.names import entries_of, names_of
 from swarm_peer.errors import InvalidMessage
+from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.protocol.log import Committed
 from swarm_peer.runtime.context import Threads
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
+
+
+class Work(NamedTuple):
+    """The samples of an update, and their targets where samples say what is learnt, else samples again."""
+
+    samples: int
+    weight: int
 
 
 class RunNames:
@@ -40,10 +49,17 @@ class RunNames:
         if not await self._entries_of(states):
             raise InvalidMessage("the states of the stages do not fit together")
 
-    async def saved(self, states: Sequence[StageState]) -> None:
-        """Offer the states of a checkpoint that was saved just now, should a stage be lost."""
-        names = names_of(states[0].optimizer_step, await self._entries_of(states))
-        self._giver.note_saved(names, states[0].round_number)
+    async def saved(self, states: Sequence[StageState]) -> Work:
+        """Offer the states of a checkpoint that was saved just now, should a stage be lost.
+
+        Returns:
+            what the update was made of that made these weights
+        """
+        entries = await self._entries_of(states)
+        self._giver.note_saved(names_of(states[0].optimizer_step, entries), states[0].round_number)
+        cuts = [each.entry.cut for each in entries[:1]]  # stage 0 alone knows the samples
+        weights = (each.weight for cut in cuts for each in cut.brings)
+        return Work(sum(num_windows(cut.samples) for cut in cuts), sum(weights))
 
     async def _entries_of(self, states: Sequence[StageState]) -> list[Committed]:
         entries = [state.entry for state in states]

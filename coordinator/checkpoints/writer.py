@@ -161,8 +161,8 @@ class Names(Protocol):
         """Check that snapshots of all stages are of one part of the run. Raises InvalidMessage."""
         ...
 
-    async def saved(self, states: Sequence[StageState]) -> None:
-        """Take note that a checkpoint of these states is saved."""
+    async def saved(self, states: Sequence[StageState]) -> tuple[int, int]:
+        """Take note that a checkpoint of these states is saved. Returns the samples of their update, and its weight."""
         ...
 
 
@@ -324,7 +324,7 @@ class CheckpointWriter:
                 states = await self._fetch_all(transport, stages, weights)
                 await self._write(weights, states)
                 if not self._is_last(optimizer_step):
-                    await self._names.saved(states)
+                    self._watch.observe_work(*await self._names.saved(states))
                 del states
                 self._done.add((optimizer_step, created_at_round))
                 self._tell(f"The checkpoint of optimizer step {optimizer_step} is saved.")

@@ -47,7 +47,7 @@ def export(
         raise UserError(f"--step {step}: a live run gives its newest snapshot only; leave it out, or give --checkpoint")
     check_initial_peers(initial_peers)
 
-    from coordinator.run.found_runs import addresses_of_run, ending_of
+    from coordinator.run.found_runs import addresses_of_run, ending_of, folder_of_run
     from coordinator.watch.run_file import MODEL, RUN_FILE
 
     folder = output.absolute().parent
@@ -63,6 +63,15 @@ def export(
         if checkpoint is not None:
             optimizer_step = export_checkpoint(checkpoint, step, output, promises, cache_dir, merge=merge)
         else:
-            addresses = addresses_of_run(run, initial_peers)
-            optimizer_step = export_run(addresses, run_id, output, promises, cache_dir, data_dir, merge=merge)
+            run_folder = run if run is not None or initial_peers else folder_of_run(None)
+            optimizer_step = export_run(
+                addresses_of_run(run_folder, initial_peers),
+                run_id,
+                output,
+                promises,
+                cache_dir,
+                data_dir,
+                merge=merge,
+                run_folder=run_folder,
+            )
         print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")

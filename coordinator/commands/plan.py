@@ -46,7 +46,7 @@ def plan(
     Args:
         stages: Number of stages to plan for; if not given the fastest, or that of the live run.
         tokens: Tokens to train on, such as 300B or 300e9; those of the configuration if not given.
-        peers: YAML file that describes peers, or one that comes with Swarm: volunteers or spot-t4.
+        peers: YAML file that describes peers, or one that comes with Swarm: volunteers, spot-t4 or six-24gb.
         dollars_per_hour: Price of an hour of each peer in dollars, whatever the file says.
         dollars_per_gb: Price of each gigabyte that a peer sends in dollars, whatever the file says.
         initial_peers: Addresses of any peers of a live run, to plan with its peers at the speed that they measured.

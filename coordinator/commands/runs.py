@@ -238,6 +238,7 @@ def baseline(
     check_installed(log_to)
     resolved = load_and_resolve(config, set_, cache_dir, steps)
 
+    from coordinator.checkpoints.model_card import Training, model_card
     from coordinator.checkpoints.model_folder import NO_TOKENIZER, save_tokenizer
     from coordinator.run.baseline import Baseline, train
     from coordinator.run.room import check_one_process, running_out_told
@@ -266,6 +267,8 @@ def baseline(
             finally:
                 if why_not := metrics.close():
                     promises.broken("metrics.jsonl lacks lines", why_not)
-            export_model(resolved, trained.state(), output / "model")
+            steps = resolved.manifest.training.steps
+            readme = model_card(resolved, Training(optimizer_step=steps, lines=metrics.lines_since(0)))
+            export_model(resolved, trained.state(), output / "model", readme=readme)
             if why_not := save_tokenizer(resolved, output / "model", cache_dir):
                 promises.broken(NO_TOKENIZER, why_not)

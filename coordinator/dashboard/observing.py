@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 
 from coordinator.dashboard.from_folder import invite_labels, known_events, read_history
 from coordinator.dashboard.history import History
@@ -20,6 +21,7 @@ from coordinator.watch.journal import Journal
 from coordinator.watch.observer import LiveRun, observe, observe_run
 from coordinator.watch.pulse import CoordinatorPulse
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.what_is_trained import training_line
 from swarm_peer.errors import CallError
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
@@ -153,6 +155,7 @@ def observe_and_show(
             labels=labels,
             say=partial(print, flush=True),
         )
+        await to_thread.run_sync(training_line, run.manifest)  # what it imports would hold the page up
         await observing.show()
 
     spare_imports()

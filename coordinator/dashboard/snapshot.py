@@ -15,6 +15,7 @@ from coordinator.watch.happenings import Event
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
+from coordinator.watch.what_is_trained import training_line
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -83,6 +84,7 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     training = manifest.training
     run: dict[str, Any] = {
         "name": plain_text(manifest.name, 80),
+        "trains": training_line(manifest),
         "step": step,
         "steps": training.steps,
         "batch_samples": watch.current_samples,
@@ -100,6 +102,8 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
             run["eta_s"] = round(seconds * (training.steps - step))
         if busy := [share for share in _busy_shares(line) if share is not None]:
             run["busy"] = round(mean(busy), 2)
+    if watch.target_share is not None:
+        run["batch_targets"] = round(watch.target_share * training.global_batch_size * manifest.data.sequence_length)
     if watch.validation_loss is not None:
         run["validation_loss"] = round(watch.validation_loss, 4)
     if known.begun_s is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 
 from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
@@ -22,6 +22,8 @@ TIMEOUT_IN_ROUNDS = 3
 NEARLY_AS_FAST = 0.95
 # The codec that a note suggests where a link is slow, and so many values that its blocks and theirs are whole.
 SMALL_CODEC, MANY = "blockwise_8bit", 2**20
+# Of a value of a published base: nearly all are bf16.
+PUBLISHED_BYTES = 2
 # Stages that a note names one by one.
 MOST_NAMED = 6
 
@@ -38,8 +40,10 @@ def explain_misfit(manifest: RunManifest, made: Plan, option: Option, fewest: in
         remedies = ["training.microbatch_size=1" if manifest.training.microbatch_size > 1 else "peers with more memory"]
         if not manifest.model.activation_checkpointing:
             remedies.insert(0, "model.activation_checkpointing=true")
-        if manifest.optimizer.name == "adamw":
+        if manifest.model.adapter is None and manifest.optimizer.name == "adamw":
             remedies.insert(0, "optimizer.name=adamw_8bit")
+        if manifest.model.adapter is not None and manifest.model.base != "nf4":
+            remedies.insert(0, "model.base=nf4")
         return f"{beginning}; no number of stages makes all of them small enough: try {', or '.join(remedies)}"
     able = [each.num_stages for each in made.options if each.prediction]
     if able:
@@ -71,7 +75,14 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction, automati
             f"if all of these peers join with `--stage auto`, expect about {tokens_per_s:,.0f} tokens/s: they choose "
             f"their stages by compute alone. For the plan's pace, start each with its stage, `--stage K`"
         )
-    notes += _notes_on_machines(manifest, made.best.works if made.best else ())
+    works = made.best.works if made.best else ()
+    notes += _notes_on_machines(manifest, works)
+    notes += _notes_on_base(manifest, made, prediction, works)
+    if manifest.data.has_targets and not manifest.data.packing:
+        notes.append(
+            f"samples shorter than data.sequence_length={manifest.data.sequence_length} are filled up, and tokens/s "
+            f"counts that, too: with data.packing=true they hold several records"
+        )
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
     notes += _notes_on_wires(manifest, prediction)
@@ -111,6 +122,20 @@ def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> lis
     num_states = (SNAPSHOTS_KEPT + 1) * min(2, len(works)) if manifest.recovery.snapshot_every else 0
     disk = f", and {num_states * largest_gb:.1f} GB of disk for snapshots" if num_states else ""
     return [f"beside its GPU's memory, a peer takes up to {memory_gb:.1f} GB of the machine's{disk}"]
+
+
+def _notes_on_base(manifest: RunManifest, made: Plan, prediction: Prediction, works: Sequence[StageWork]) -> list[str]:
+    """How much of a published base a peer reads before it can serve."""
+    if manifest.model.adapter is None:
+        return []
+    largest = PUBLISHED_BYTES * max((work.parameters - work.trained for work in works), default=0)
+    used = {index for stage in prediction.stages for index, number in enumerate(stage.peers) if number}
+    slowest = min((made.groups[index].download_bytes_per_s for index in used), default=inf)
+    time = f", which takes {largest / slowest / 60:.0f} min to download" if isfinite(slowest) else ""
+    return [
+        f"before it serves, a peer reads its stage's part of the base, up to {largest / 1e9:.1f} GB where that is "
+        f"published in 16 bits{time}; it downloads the whole files that have it"
+    ]
 
 
 def _notes_on_wires(manifest: RunManifest, prediction: Prediction) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from coordinator.planning.advice import explain_misfit, notes_on
 from coordinator.planning.link_choices import link_choices, step_settings
 from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, hop_bytes, stage_works, widened_layer_flops
+from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
@@ -59,7 +60,9 @@ def make_report(
     automatic = predict_automatic(Predictor(works=made.best.works, groups=made.groups, settings=settings))
     return {
         "name": manifest.name,
+        "trains": what_is_trained(manifest.model),
         "parameters": sum(work.parameters for work in made.best.works),
+        "trained_parameters": sum(work.trained for work in made.best.works),
         "stages": made.best.num_stages,
         "configured_stages": manifest.stages.count,
         "tokens_per_s": prediction.samples_per_s * length,

@@ -8,10 +8,12 @@ from typing import Any, get_args
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from coordinator.planning.advice import MOST_NAMED, named_counts
 from coordinator.planning.stage_work import COMPARED_CODECS
+from coordinator.watch.what_is_trained import in_millions
 from swarm_peer.config import AveragingMode
 
 # Options that do less than this share of the best one's tokens/s are left out.
@@ -47,9 +49,13 @@ def _headline(report: dict[str, Any]) -> str:
     configured = report["configured_stages"]
     other = f" (configured: {configured})" if configured != report["stages"] else ""
     stages = f"{report['stages']} stage{'s' if report['stages'] > 1 else ''}{other}"
+    trained = (
+        "" if report["trained_parameters"] == report["parameters"] else f"{in_millions(report['trained_parameters'])}: "
+    )
     return (
-        f"[bold]{report['name']}[/bold], {report['parameters'] / 1e6:,.1f} M parameters: "
+        f"[bold]{report['name']}[/bold], {in_millions(report['parameters'])} parameters: "
         f"[bold]{stages}, {report['tokens_per_s']:,.0f} tokens/s[/bold]\n"
+        f"What is trained: {trained}{escape(report['trains'])}.\n"
         f"What limits it: {report['reason']}.\n"
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
-from swarm_peer.model.costs import BACKWARD_PER_FORWARD, StageCosts, stage_costs
+from swarm_peer.model.costs import BACKWARD_PER_FORWARD, FROZEN_BACKWARD_PER_FORWARD, StageCosts, stage_costs
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
@@ -76,5 +76,6 @@ def widened_layer_flops(manifest: RunManifest, factor: int) -> tuple[int, float]
     family = family_of(cut_into(manifest, 1).config).widened(factor)
     length = manifest.data.sequence_length
     flops = family.layer_cost(0, length).forward_flops
-    flops *= 1 + BACKWARD_PER_FORWARD + manifest.model.activation_checkpointing
+    backward = BACKWARD_PER_FORWARD if manifest.model.adapter is None else FROZEN_BACKWARD_PER_FORWARD
+    flops *= 1 + backward + manifest.model.activation_checkpointing
     return family.config.hidden_size, float(flops * length)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from pydantic import ValidationError
 
 from coordinator.report.figures import ACTIVITIES, draw_all, time_by_stage
 from coordinator.report.run_folder import HOUR_S, RecordedEvent, RecordedRun, read_run
+from coordinator.watch.what_is_trained import training_line
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 
 REPORT_FILE = "report.html"
@@ -94,6 +97,7 @@ def render(run: RecordedRun, figures: Mapping[str, bytes], price_per_peer_hour: 
     return environment.get_template("page.html").render(
         title=f"Run {name or run.folder.resolve().name}",
         state=_state(run),
+        trains=_what_is_trained(run),
         facts=_facts(run, price_per_peer_hour),
         sections=sections,
         activities=ACTIVITIES,
@@ -122,6 +126,15 @@ def _state(run: RecordedRun) -> str:
     )
 
 
+def _what_is_trained(run: RecordedRun) -> str:
+    """Words for what the run trains; none if its folder tells nothing that this version can read."""
+    try:
+        manifest = RunManifest.model_validate(run.about.get("manifest"))
+    except ValidationError:
+        return ""
+    return training_line(manifest)
+
+
 def _steps_wanted(run: RecordedRun) -> int | None:
     manifest = run.about.get("manifest")
     training = manifest.get("training") if isinstance(manifest, dict) else None
@@ -131,6 +144,7 @@ def _steps_wanted(run: RecordedRun) -> int | None:
 
 def _facts(run: RecordedRun, price_per_peer_hour: float | None) -> list[tuple[str, str]]:
     last, tokens = run.lines[-1], sum(line.tokens for line in run.lines)
+    targets = sum(line.targets or 0 for line in run.lines)
     seconds = run.ends[-1] - run.begin
     held_out = [line.validation_loss for line in run.lines if line.validation_loss is not None]
     busy = [share for line in run.lines for share in line.busy_share if share is not None]
@@ -139,6 +153,7 @@ def _facts(run: RecordedRun, price_per_peer_hour: float | None) -> list[tuple[st
         ("Training loss at the end", f"{last.loss:.4f}"),
         ("Validation loss at the end", f"{held_out[-1]:.4f}" if held_out else "-"),
         ("Tokens", f"{tokens:,}"),
+        *([("Tokens that were targets", f"{targets:,}")] if targets else []),
         ("Time", _duration(seconds)),
         ("Tokens per second", f"{tokens / seconds:,.0f}" if seconds else "-"),
         ("Busy share of all peers", f"{sum(busy) / len(busy):.0%}" if busy else "-"),

@@ -26,6 +26,7 @@ class Line(BaseModel):
     optimizer_step: Count
     loss: float
     tokens: Count
+    targets: Count | None = None
     tokens_per_s: float
     seconds: Seconds
     peers: list[Count] = []

@@ -27,7 +27,7 @@ from swarm_peer.model.round_strategy import StepResult, Work
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UPDATES_MISSED
 from swarm_peer.runtime.data.slices import sample_stream, validation_samples
-from swarm_peer.token_marks import weight_of
+from swarm_peer.token_marks import num_targets, weight_of
 from swarm_peer.wire.codecs import decode, encode, rounding_seed
 from swarm_peer.wire.fields import MAX_LOSS
 
@@ -287,8 +287,9 @@ def train(baseline: Baseline, cache_dir: Path | None = None) -> Iterator[Metrics
     batches = microbatches_of(sample_stream(manifest, STREAM_ID, cache_dir), manifest)
     for optimizer_step in range(1, training.steps + 1):
         begin = time.monotonic()
+        batch = next(batches)
         with _diverging(optimizer_step):
-            loss, samples = baseline.train_step(next(batches))
+            loss, samples = baseline.train_step(batch)
         _check_finite(loss, "loss", optimizer_step)
         if baseline.num_missed >= UPDATES_MISSED:
             raise _diverged(optimizer_step, f"no gradient of the last {baseline.num_missed} steps is finite")
@@ -307,6 +308,7 @@ def train(baseline: Baseline, cache_dir: Path | None = None) -> Iterator[Metrics
             sequence_length=manifest.data.sequence_length,
             peers=[1] * manifest.stages.count,
             validation=validation,
+            targets=sum(map(num_targets, batch)) if manifest.data.has_targets else None,
         )
 
 

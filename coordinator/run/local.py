@@ -23,6 +23,7 @@ from coordinator.watch.live_view import LiveView
 from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import temporary_node
 from coordinator.watch.run_file import run_file_written
+from coordinator.watch.what_is_trained import training_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import Interrupted, SwarmError, UserError
 from swarm_peer.model.pretrained import ModelSource
@@ -109,6 +110,7 @@ async def _run(
             service = RunService(resolved, dht, options, events=events)
             peers = LocalPeers(dht.addresses, peers_by_stage, output, devices=devices, cache_dir=options.cache_dir)
             async with shown(service, options, live.print), peers.running():
+                live.print(f"The run trains {training_line(manifest)}.")
                 for line in notes_at_start(manifest, options.plan, devices, torch.cuda.device_count()):
                     live.print(line)
                 live.print(name_processes(peers.peers, restart=restart))

@@ -31,6 +31,7 @@ from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
 from coordinator.watch.run_file import CHECKPOINTS, run_file_written
 from coordinator.watch.run_watch import RunWatch
+from coordinator.watch.what_is_trained import training_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -129,6 +130,7 @@ async def _serve_on(
 
         def on_ready() -> None:
             live.print(f"Run {manifest.name} ({run_key.peer_id}), manifest {manifest.hash}")
+            live.print(f"It trains {training_line(manifest)}.")
             way_in.tell(service.lasting_peers.addresses)
 
         def on_update(watch: RunWatch) -> None:

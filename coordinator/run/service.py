@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 
 from coordinator.checkpoints.fetching import fetch_states, newest_position
 from coordinator.checkpoints.folder import Checkpoint, Fits
+from coordinator.checkpoints.model_card import Training
 from coordinator.checkpoints.model_folder import NO_TOKENIZER, export_states
 from coordinator.checkpoints.resumed import note_resumed, tell_changes
 from coordinator.checkpoints.state_receiver import StateReceiver
@@ -44,6 +45,7 @@ from coordinator.watch.observer import observe, observer_directory
 from coordinator.watch.run_file import MODEL
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words
+from coordinator.watch.what_is_trained import count_parameters
 from swarm_peer.errors import CallError, NoRoom, SwarmError, UserError, forget_frames
 from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
@@ -108,6 +110,7 @@ class RunService:
         self.journal = Journal(options.output, dht.passes.is_revoked, events.on_event)
         self.contributions = ContributionEstimates(options.output)
         self.metrics = CoordinatorMetrics(options.output, dht, options.plan.every)
+        self.metrics.show_parameters(count_parameters(resolved))
         self.ended: str | None = None
         self._dht = dht
         self._options = options
@@ -457,7 +460,12 @@ class RunService:
             return False
         cache_dir = self._options.cache_dir
         try:
-            export = partial(export_states, self.resolved, states, self.model_folder, cache_dir)
+            training = Training(
+                optimizer_step=states[0].optimizer_step,
+                lines=files.lines_since(0),
+                num_peers=len(self.contributions.given) or None,
+            )
+            export = partial(export_states, self.resolved, states, self.model_folder, cache_dir, training=training)
             if why_not := await self._context.threads.run(export):
                 self._options.promises.broken(NO_TOKENIZER, why_not)
         except NotWritten as error:

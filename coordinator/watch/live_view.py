@@ -14,6 +14,7 @@ from rich.text import Text
 from coordinator.watch.happenings import Event
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
+from coordinator.watch.what_is_trained import training_line
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import PeerView
 
@@ -101,7 +102,8 @@ def run_table(watch: RunWatch) -> Table:
     manifest = watch.manifest
     samples = f"({watch.current_samples}/{manifest.training.global_batch_size} samples of the next)"
     caption = "   ".join([f"{_step(watch)} {samples}", *_figures(watch)]) + _coordination(watch)
-    table = Table(title=f"run {manifest.name}", expand=True, caption=Text(caption))  # rich must see no markup in it
+    title = Text(f"run {manifest.name}\n{training_line(manifest)}")
+    table = Table(title=title, expand=True, caption=Text(caption))  # rich must see no markup in them
     for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "busy", "step"):
         table.add_column(column, justify="right")
     for stage in range(manifest.stages.count):
@@ -192,10 +194,12 @@ def _step(watch: RunWatch) -> str:
 
 def _figures(watch: RunWatch) -> list[str]:
     line = watch.last_line
+    targets = [] if watch.target_share is None else [f"{watch.target_share:.0%} of tokens are targets"]
     return [
         f"loss {_number(line['loss'] if line else None, '.4f')}",
         f"validation loss {_number(watch.validation_loss, '.4f')}",
         f"{_number(line['tokens_per_s'] if line else None, ',.0f')} tokens/s",
+        *targets,
     ]
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.targets import scrape_targets
+from coordinator.watch.what_is_trained import Parameters
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import show_disk
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -66,6 +67,9 @@ class CoordinatorMetrics:
         self._standstill = gauge(
             "standstill_seconds", "For how long the run has stood still; without a value while it goes on", "trouble"
         )
+        self._target_share = gauge("target_share", "Part of a round's tokens that is learnt, from 0 to 1")
+        self._target_share.set(math.nan)
+        self._parameters = gauge("parameters", "Parameters of the model, adapters included", "kind")
         show_disk(registry, "swarm_run", output)
         self._moves = Counter(
             "swarm_run_moves", "Moves between stages that this coordinator has assigned", registry=registry
@@ -85,6 +89,11 @@ class CoordinatorMetrics:
         self._moves.inc(num_moves - self._num_moves if num_moves > self._num_moves else 0)
         self._num_moves = num_moves
 
+    def show_parameters(self, parameters: Parameters) -> None:
+        """Set how many parameters the run trains, and how many are frozen."""
+        for kind, number in parameters._asdict().items():
+            self._parameters.labels(kind).set(number)
+
     def update(self, watch: RunWatch) -> None:
         """Set the gauges to the run as it is now."""
         self._step.set(watch.optimizer_step)
@@ -98,6 +107,8 @@ class CoordinatorMetrics:
             self._step_seconds.set(line["seconds"])
         if watch.validation_loss is not None:
             self._validation_loss.set(watch.validation_loss)
+        if watch.target_share is not None:
+            self._target_share.set(watch.target_share)
         for stage in range(watch.manifest.stages.count):
             self._update_stage(watch, stage)
         self._update_checkpoint(watch)

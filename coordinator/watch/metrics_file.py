@@ -31,7 +31,8 @@ class MetricsLine(TypedDict):
     microbatches. None where no peer tells it. `time` is in unix seconds.
 
     `optimizer_step` counts the updates that the weights have had and goes back where the run does; `round` is the
-    number of the round that made the last of them and never goes back.
+    number of the round that made the last of them and never goes back. `targets` are the tokens that were learnt, where
+    samples say which: `baseline` alone knows them of each step.
     """
 
     optimizer_step: int
@@ -45,6 +46,7 @@ class MetricsLine(TypedDict):
     busy_share: NotRequired[list[float | None]]
     ending_share: NotRequired[list[float | None]]
     joining_share: NotRequired[list[float | None]]
+    targets: NotRequired[int]
     time: NotRequired[float]
     validation_loss: NotRequired[float]
     validation_samples: NotRequired[int]
@@ -83,6 +85,7 @@ def metrics_line(
     peers: list[int],
     validation: ValidationLoss | None = None,
     shares: StageShares | None = None,
+    targets: int | None = None,
 ) -> MetricsLine:
     """One line of metrics.jsonl, rounded for reading."""
     tokens = samples * sequence_length
@@ -96,6 +99,8 @@ def metrics_line(
         peers=peers,
         round=round_number,
     )
+    if targets is not None:
+        line["targets"] = targets
     if shares is not None:
         line.update(shares._asdict())  # type: ignore[typeddict-item]
     if validation is not None:

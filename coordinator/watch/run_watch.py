@@ -42,6 +42,7 @@ class RunWatch:
         begun_at: optimizer step that the run is known to have made before this watch began, for `shown_step`
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written, or has found at its
             beginning; None if none
+        target_share: which part of the tokens of a late round was learnt; None where all are, or nobody has told
         standstill: that the run stands still, if it does
         waits_for: for whom of those who vote on its epochs the run waits; empty if for nobody, or as far as is known
         troubled: the peers that have been in trouble for a while
@@ -62,6 +63,7 @@ class RunWatch:
         self.has_finished = False
         self.begun_at = 0
         self.checkpoint_step: int | None = None
+        self.target_share: float | None = None
         self.standstill: Standstill | None = None
         self.waits_for = ""
         self.divergence: Standstill | None = None
@@ -187,6 +189,16 @@ class RunWatch:
     def observe_waiting(self, waits_for: str) -> None:
         """Take in for whom of those who vote the run waits."""
         self.waits_for = "" if self.has_finished else waits_for
+
+    def observe_work(self, samples: int, weight: int) -> None:
+        """Take in what a round's update was made of, as its entry has it.
+
+        Args:
+            weight: targets where samples say what is learnt, else samples
+        """
+        data = self.manifest.data
+        if data.has_targets and samples > 0:
+            self.target_share = weight / (samples * data.sequence_length)
 
     def observe_checkpoint(self, optimizer_step: int) -> None:
         """Take in that there is a checkpoint."""

@@ -7,6 +7,7 @@ from typing import Any
 from coordinator.watch.metrics_file import stage_shares
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import in_words
+from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.view import PeerView, TimeShares
@@ -20,6 +21,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
     return {
         "name": manifest.name,
         "manifest": manifest.hash,
+        "trains": what_is_trained(manifest.model),
         "optimizer_step": watch.shown_step,
         "optimizer_steps": manifest.training.steps,
         "samples_in_round": watch.current_samples,

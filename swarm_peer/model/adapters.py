@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from swarm_peer.config import AdapterSection
 from swarm_peer.config_errors import suggestion
 from swarm_peer.errors import UserError
 from swarm_peer.model.families import Cost, Family
+from swarm_peer.model.frozen_base import without_values
 from swarm_peer.model.parameters import replace_parameter, seeded, trained_parameters
 from swarm_peer.model.stage import StageModule
 
@@ -115,8 +117,10 @@ def add_adapters(module: StageModule, section: AdapterSection) -> None:
     """Freeze a stage, and give it adapters. Only these have gradients from now on; their values are anything."""
     from peft import inject_adapter_in_model
 
+    # DoRA begins with the lengths of the base's rows. Other adapters ask for its type and device alone.
+    showing = nullcontext() if section.dora else without_values(module)
     # PEFT draws values with torch's global generator, which nobody else shall notice.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), showing:
         config = lora_config(module.family, section, fan_in_fan_out=_has_conv1d(module))
         inject_adapter_in_model(config, module, ADAPTER_NAME)
 

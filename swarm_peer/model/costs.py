@@ -28,6 +28,12 @@ FP32_BYTES = 4.0
 BACKWARD_PER_FORWARD = 2
 # Of a frozen weight there is no gradient; that of its input is one forward pass.
 FROZEN_BACKWARD_PER_FORWARD = 1
+# Bytes that a GPU's memory moves to make a value of a rounded matrix whole in 16 bits, and to read it again: half a
+# byte of NF4, and twice two; one of 8 bit, an fp32 product written and read, and twice two.
+DEQUANTISED_BYTES = {"fp32": 0.0, "bf16": 0.0, "int8": 13.0, "nf4": 4.5}
+# Operations that training does in 16 bits while the memory of a GPU moves a byte: some 20 on an RTX 3090, 50 on an RTX
+# 4090 or A100, 90 on an H100, at 0.3 of their peaks. With 2048 tokens, NF4 takes 5 % more time by that.
+OPERATIONS_PER_BYTE = 50
 # Bytes per parameter of the optimizer's state: two fp32 values, two of 8 bits with a scale for 256 each, or momentum.
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0}
 # At the head's loss: gradients of the logarithms and of the logits, in fp32.
@@ -55,7 +61,7 @@ class StageCosts:
 
     parameters: int
     trained: int
-    flops: int
+    flops: float
     memory: StageMemory
     host_bytes: float
 
@@ -100,6 +106,15 @@ class _Stage:
         # Of one gradient, when all of it is there.
         self.largest_trained = (self.adapters or self.layers).largest_parameter
         self.base = self.manifest.model.base
+        packs = self.manifest.data.packing  # attention then takes masks, by which no product is left out
+        masked = [self.family.is_masked(index, self.length) for index in spec.layers]
+        attention = [self.family.attention_flops(index, self.length) for index in spec.layers]
+        self.attention_flops = sum(
+            flops * (2 if packs and not is_masked else 1) for flops, is_masked in zip(attention, masked, strict=True)
+        )
+        # Of products with matrices.
+        self.matrix_flops = self.whole.forward_flops - sum(attention)
+        self.layer_flops = self.layers.forward_flops - sum(attention) + self.attention_flops
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
         # Of the logits that exist at once.
@@ -130,15 +145,36 @@ class _Stage:
         return kept if self.adapters is None else kept + FP32_BYTES * self.trained
 
     @property
-    def flops(self) -> int:
-        """Compute of one token, forward and backward, recomputation included."""
-        recomputed = self.layers.forward_flops if self.checkpoints else 0
+    def flops(self) -> float:
+        """Compute of one token, forward and backward, recomputation included.
+
+        Attention has no weights that could be frozen. To make a rounded base whole, once in each pass of a microbatch,
+        is counted as the compute of as much time.
+        """
+        recomputed = self.layer_flops if self.checkpoints else 0
         recomputed += self.costs.head.forward_flops if self.spec.is_last and self.recomputes_logits else 0
+        attention = self.attention_flops * (1 + BACKWARD_PER_FORWARD) + recomputed
         if self.adapters is None:
-            return self.whole.forward_flops * (1 + BACKWARD_PER_FORWARD) + recomputed
-        own = self.adapters.forward_flops
-        base = self.whole.forward_flops * (1 + FROZEN_BACKWARD_PER_FORWARD) + recomputed
-        return base + own * (1 + BACKWARD_PER_FORWARD + self.checkpoints)
+            return self.matrix_flops * (1 + BACKWARD_PER_FORWARD) + attention
+        own = self.adapters.forward_flops * (1 + BACKWARD_PER_FORWARD + self.checkpoints)
+        made_whole = DEQUANTISED_BYTES[self.base] * self.layers.parameters * (2 + self.checkpoints) / self.tokens
+        base = self.matrix_flops * (1 + FROZEN_BACKWARD_PER_FORWARD) + OPERATIONS_PER_BYTE * made_whole
+        return base + attention + own
+
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes of a value of a layer's rounded matrix while it is multiplied with."""
+        if self.base == "bf16":
+            return self.whole_end_bytes
+        product = FP32_BYTES if self.base == "int8" else 0.0
+        return product + 2.0 if self.half else FP32_BYTES
+
+    @property
+    def whole_end_bytes(self) -> float:
+        """Bytes of a value of the head while it is multiplied with: beside a rounded base, it is kept in bf16."""
+        if not self.half:
+            return FP32_BYTES
+        return 0.0 if self.manifest.model.precision == "bf16" else 2.0  # none: it is multiplied with as it is
 
 
 def _stage_costs(stage: _Stage) -> StageCosts:
@@ -200,12 +236,14 @@ def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
     if stage.costs.share_layers and len(stage.spec.layers) > 1:
         gradients += stage.layers.parameters
     is_rounded = stage.base != "fp32"  # then a matrix is made whole where it is multiplied with
-    moments = [inside + FP32_BYTES * (gradients + (stage.layers.largest_parameter if is_rounded else 0))]
+    whole = stage.whole_bytes * stage.layers.largest_parameter if is_rounded else 0.0
+    moments = [inside + FP32_BYTES * gradients + whole]
     if stage.spec.is_last:
         logits = stage.logit_bytes * (FP32_LOGIT_GRADIENTS + (0.5 if stage.half else 0.0))
-        head = FP32_BYTES * stage.costs.head.largest_parameter  # its gradient, or all of a rounded one
+        head = FP32_BYTES * stage.costs.head.largest_parameter  # its gradient
         if stage.adapters is not None:
-            head = stage.logit_bytes + head if is_rounded else 0.0
+            whole_head = stage.whole_end_bytes * stage.costs.head.largest_parameter
+            head = stage.logit_bytes + whole_head if is_rounded else 0.0
         if stage.recomputes_logits:
             logits += stage.logit_bytes + stage.cap_bytes
             if stage.adapters is None:

@@ -30,6 +30,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
 
+README = "README.md"
 # Nobody writes a model any more whose files have not changed for so long.
 LEFTOVER_S = 3600.0
 
@@ -59,6 +60,7 @@ def export_model(
     *,
     merge: bool = False,
     cache_dir: Path | None = None,
+    readme: str = "",
 ) -> None:
     """Write config.json and model.safetensors, or of adapters what PEFT has instead of them.
 
@@ -70,6 +72,7 @@ def export_model(
         folder: must not exist, or be empty
         merge: add adapters to the pretrained weights, as these were published, for a model without adapters
         cache_dir: where pretrained weights from the hub are kept
+        readme: text of a README.md beside them, if there is to be one
 
     Raises:
         UserError: the folder is not empty, tensors are missing, unknown, or of another shape than the model's, or the
@@ -95,7 +98,8 @@ def export_model(
             weights = {peft_name(name): value for name, value in weights.items()}
             names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     content = _model_config(resolved) if names[0] == CONFIG_FILE else describe_adapter(model, whole.family)
-    _write(folder, names, content, weights)
+    texts = {names[0]: json.dumps(content, indent=2, sort_keys=True) + "\n"} | ({README: readme} if readme else {})
+    _write(folder, texts, names[1], weights)
 
 
 def _model_config(resolved: ResolvedManifest) -> dict[str, Any]:
@@ -122,17 +126,17 @@ def _merge(resolved: ResolvedManifest, adapters: Mapping[str, Tensor], cache_dir
     return merged
 
 
-def _write(folder: Path, names: tuple[str, str], content: Mapping[str, Any], weights: dict[str, Tensor]) -> None:
-    """Write a folder of a config and weights, of these names."""
-    config_name, weights_name = names
+def _write(folder: Path, texts: Mapping[str, str], weights_name: str, weights: dict[str, Tensor]) -> None:
+    """Write a folder of texts, by their files' names, and weights."""
     _remove_leftovers(folder)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        (partial / config_name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         save_file(weights, partial / weights_name, metadata={"format": "pt"})
         # safetensors makes a file that nobody else can read.
-        shutil.copymode(partial / config_name, partial / weights_name)
+        shutil.copymode(partial / next(iter(texts)), partial / weights_name)
         # Peers go once the model is saved: from then on it must survive a power failure.
         for path in (*partial.iterdir(), partial):
             sync(path)

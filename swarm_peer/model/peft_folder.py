@@ -13,7 +13,7 @@ from swarm_peer.config import AdapterSection, ModelSection
 from swarm_peer.model.adapters import DOWN, all_target_names, fitting_names, lora_config, peft_name
 from swarm_peer.model.families import Family
 from swarm_peer.model.parameters import replace_parameter, trained_parameters
-from swarm_peer.model.pretrained import ModelSource, read_tensor
+from swarm_peer.model.pretrained import ModelSource, StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,13 @@ def load_adapters(module: nn.Module, source: ModelSource) -> None:
     Raises:
         UserError: tensors are missing, damaged, of other shapes than the stage's, or not finite
     """
-    with source.opened(ADAPTER_WEIGHTS, _weights(source)) as content:
+    path = _weights(source)
+    with source.opened(ADAPTER_WEIGHTS, path) as content:
         stored = set(content.keys())
-        for name, parameter in trained_parameters(module).items():
-            if (key := peft_name(name)) not in stored:
-                raise source.error(f"lacks the tensor {key}: give adapters of all layers of model.pretrained")
-            values = read_tensor(content, key, parameter.shape, ADAPTER_WEIGHTS, source)
-            replace_parameter(module, name, values)
+    for name, parameter in trained_parameters(module).items():
+        if (key := peft_name(name)) not in stored:
+            raise source.error(f"lacks the tensor {key}: give adapters of all layers of model.pretrained")
+        replace_parameter(module, name, StoredTensor(source, ADAPTER_WEIGHTS, path, key, parameter.shape).whole())
 
 
 def describe_adapter(model: ModelSection, family: Family) -> dict[str, Any]:

@@ -37,6 +37,10 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Weights of other types are quantised, and scales that we do not know belong to them.
 DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+# Values that are read at a time, where rows are not longer: 1 MB as fp32. Larger blocks leave gaps in the memory.
+BLOCK_VALUES = 1 << 18
+# So many rows have whole blocks of each quantised type, whatever their length.
+ROW_STEP = 64
 # Of layers, by the ends of their names: nobody needs them any more.
 OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -224,6 +228,80 @@ class ModelSource:
         return UserError(f"{self.key}={self.name!r} {text}")
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in one of a model's files, which is read some rows at a time.
+
+    So a stage that keeps its weights in fewer bits takes little more memory while it reads them than afterwards.
+
+    Attributes:
+        path: of the file on this machine
+        name: that the file has for it
+        shape: that the stage needs
+    """
+
+    source: ModelSource
+    file_name: str
+    path: Path
+    name: str
+    shape: torch.Size
+
+    def blocks(self) -> Iterator[Tensor]:
+        """All rows in turn, some at a time, in fp32; or all values of a vector.
+
+        All blocks but the last have a multiple of ROW_STEP rows.
+
+        Raises:
+            UserError: the tensor has another shape, is quantised, or not finite, or the file cannot be read
+            WrongTensor: it is not the one that the run means
+        """
+        with self.source.opened(self.file_name, self.path) as content:
+            self._check(content)
+        num_rows, row_values = self.shape[0], max(self.shape[1:].numel(), 1)
+        step = max(BLOCK_VALUES // row_values // ROW_STEP, 1) * ROW_STEP
+        for start in range(0, num_rows, step):
+            # Opened anew each time: what is read of the file's memory map is this process's memory until it is closed.
+            with self.source.opened(self.file_name, self.path) as content:
+                rows = content.get_slice(self.name)[start : start + step]
+                values = rows.to(torch.float32, copy=True).contiguous()
+            if not bool(values.isfinite().all()):
+                raise self.source.error(
+                    f"tensor {self.name} in {self.file_name} holds values that are not finite: save the model again"
+                )
+            yield values
+
+    def whole(self) -> Tensor:
+        """The tensor in fp32. Raises UserError; see blocks."""
+        values = torch.empty(self.shape)
+        fill(values, self.blocks())
+        return values
+
+    def _check(self, content: Any) -> None:
+        view = content.get_slice(self.name)
+        if tuple(view.get_shape()) != tuple(self.shape):
+            raise self.source.error(
+                f"tensor {self.name} has shape {tuple(view.get_shape())}, and the stage needs {tuple(self.shape)}: "
+                f"leave model.config out, or give the one of this model"
+            )
+        if view.get_dtype() not in DTYPES:
+            raise self.source.error(
+                f"tensor {self.name} is of type {view.get_dtype()}: give a model that is not quantised: model.base "
+                f"does that"
+            )
+        is_right = self.source.is_right
+        if is_right is not None and not is_right(self.name, content.get_tensor(self.name)):
+            text = f"has another tensor {self.name} in {self.file_name} than the run's base"
+            raise WrongTensor(self.source.error(text).args[0])
+
+
+def fill(values: Tensor, blocks: Iterable[Tensor]) -> None:
+    """Give a tensor its rows, some at a time."""
+    start = 0
+    for block in blocks:
+        values[start : start + len(block)] = block
+        start += len(block)
+
+
 def _is_below(file: Any) -> bool:
     """Whether a name is that of a file in a folder, or in one below it. Others lead to files that nobody allowed."""
     parts = PurePath(file).parts if isinstance(file, str) else ()
@@ -263,14 +341,14 @@ def load_pretrained(
     module: nn.Module,
     family: Family,
     source: ModelSource,
-    keep: Callable[[nn.Module, str, Tensor], None] = replace_parameter,
+    keep: Callable[[nn.Module, str, StoredTensor], None] | None = None,
 ) -> None:
     """Make a stage's parameters real, on the CPU, with the weights of a pretrained model.
 
     Reads the tensors of this module alone, and opens no file that has none of them.
 
     Args:
-        keep: gives a parameter of the module its values, which are fp32; else these are the parameter
+        keep: gives a parameter of the module its values; if not given, these are the parameter, in fp32
 
     Raises:
         UserError: files or tensors are missing, damaged, of other shapes than the stage's, or not finite
@@ -283,10 +361,12 @@ def load_pretrained(
     for file_name, names in wanted.items():
         if (path := source.fetch(file_name)) is None:
             raise source.missing(file_name)
-        with source.opened(file_name, path) as content:
-            for name in names:
-                shape = module.get_parameter(name).shape
-                keep(module, name, read_tensor(content, stored_names[name], shape, file_name, source))
+        for name in names:
+            tensor = StoredTensor(source, file_name, path, stored_names[name], module.get_parameter(name).shape)
+            if keep is None:
+                replace_parameter(module, name, tensor.whole())
+            else:
+                keep(module, name, tensor)
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])
@@ -348,30 +428,3 @@ def _tied_names(family: Family, source: ModelSource) -> dict[str, str]:
         return {}
     tied = dict(family.model_class._tied_weights_keys)  # {head: embedding}
     return tied | {embedding: head for head, embedding in tied.items()}
-
-
-def read_tensor(content: Any, stored: str, shape: torch.Size, file_name: str, source: ModelSource) -> Tensor:
-    """A tensor of an opened file, in fp32.
-
-    Raises:
-        UserError: it has another shape, is quantised, or not finite
-        WrongTensor: it is not the one that the run means
-    """
-    view = content.get_slice(stored)
-    if tuple(view.get_shape()) != tuple(shape):
-        raise source.error(
-            f"tensor {stored} has shape {tuple(view.get_shape())}, and the stage needs {tuple(shape)}: leave "
-            f"model.config out, or give the one of this model"
-        )
-    if view.get_dtype() not in DTYPES:
-        raise source.error(
-            f"tensor {stored} is of type {view.get_dtype()}: give a model that is not quantised: model.base does that"
-        )
-    published = content.get_tensor(stored)
-    if source.is_right is not None and not source.is_right(stored, published):
-        raise WrongTensor(source.error(f"has another tensor {stored} in {file_name} than the run's base").args[0])
-    # A copy in any case: safe_open's tensors lie in the file's memory map.
-    values: Tensor = published.to(torch.float32, copy=True).contiguous()
-    if not bool(values.isfinite().all()):
-        raise source.error(f"tensor {stored} in {file_name} holds values that are not finite: save the model again")
-    return values

@@ -277,8 +277,8 @@ class Peer:
     async def _open(self, parts: PeerParts, stage: int) -> Replica | None:
         """Make a replica of a stage. Returns None if this peer is told to end meanwhile.
 
-        That may take hours, where weights are downloaded: newcomers are to know of it, and donors to know this peer. One
-        that moves has them before it leaves its stage.
+        That may take hours, where weights are downloaded: newcomers are to know of it, and donors to know this peer.
+        One that moves has them before it leaves its stage.
 
         Raises:
             UserError: this machine has no memory for the stage, or cannot read its data

@@ -17,6 +17,7 @@ from visits import Visit, link_in, needs_chromium, visit
 
 from coordinator.dashboard.run_page import RunPage
 from coordinator.dashboard.server import showing
+from swarm_peer.config import RunManifest
 from swarm_peer.policy.standstill import find_standstill
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import SwarmView
@@ -85,6 +86,25 @@ async def test_hostile_words_are_shown_as_words(width: int) -> None:
         await here.wait("document.querySelectorAll('#peer-table tbody tr').length >= 40")
         assert HOSTILE in await here.text("#peer-table")
         assert await here.page.evaluate("document.querySelectorAll('main img, main b').length") == 0
+        assert await here.overflow() <= 0
+        assert here.errors == []
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+async def test_a_run_of_adapters_says_what_it_trains_and_how_much_is_learnt(width: int) -> None:
+    made = made_up_page(num_peers=4)
+    content = made.watch.manifest.model_dump()
+    content["model"] |= {"pretrained": f"someone/{'W' * 90}", "adapter": {"rank": 16}, "base": "nf4"}
+    content["data"] |= {"dataset": "someone/chats", "format": "messages"}
+    made.watch.manifest = RunManifest.model_validate(content)
+    made.watch.observe_work(8, 2 * content["data"]["sequence_length"])
+    links: list[str] = []
+    async with showing(made.page, ("127.0.0.1", 0), links.append), visit(link_in(links[0]), width) as here:
+        await here.wait(
+            "document.getElementById('trains').textContent.startsWith('Trains adapters of rank 16 on some')"
+        )
+        assert (await here.text("#trains")).endswith("W, base in nf4.")
+        assert "Targets of a step, about" in await here.text("#figures")
         assert await here.overflow() <= 0
         assert here.errors == []
 

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from swarm import LLAMA, run_swarm, tiny_manifest, without_data_dir
 from test_keystone import check_counts, check_nothing_lost, check_stage_mates
@@ -91,6 +92,13 @@ def test_adapters_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     check_alike(as_peft_names(states), expected)
 
     check_alike(load_file(folder / "model" / "adapter_model.safetensors"), expected)
+    card = ModelCard.load(folder / "model" / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("peft", "base")
+    assert "Adapters of rank 4 on base, base in fp32: " in card.text
+    assert "Trained by 4 peers with Swarm" in card.text
+    for step in (1, STEPS):
+        assert f"| training, step {step} | {run.lines[step - 1]['loss']:.4f} |" in card.text
+    assert str(tmp_path) not in card.content
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "model")
     checkpoint = find_checkpoint(str(folder / "checkpoints"))
     assert checkpoint.optimizer_step == STEPS

@@ -52,9 +52,9 @@ class FinishInvariants(Invariants):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        def export_and_check(resolved: Any, states: Sequence[StageState], folder: Path, *args: Any) -> Any:
+        def export_and_check(resolved: Any, states: Sequence[StageState], folder: Path, *args: Any, **more: Any) -> Any:
             self._check_saved(states)
-            result = export_states(resolved, states, folder, *args)
+            result = export_states(resolved, states, folder, *args, **more)
             saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
             given = {name: value for state in states for name, value in state.tensors.items() if is_weight(name)}
             if not same_weights(saved, given):

@@ -488,7 +488,7 @@ def test_mistakes_of_a_peer(words, line, run, monkeypatch):
         ("sample --prompt a --seed 18446744073709551616", 'Invalid value "18446744073709551616" for --seed.'),
         (
             "plan demo --peers volunters",
-            "--peers: volunters: no such file, and none of that name comes with Swarm (spot-",
+            "--peers: volunters: no such file, and none of that name comes with Swarm (six-24gb, spot-",
         ),
         ("statsu", 'Unknown command "statsu". Did you mean "status"?; see swarm-coordinator --help\n'),
     ],

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from tiny_adapters import write_base
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -109,7 +110,11 @@ def test_the_newest_checkpoint_is_exported(family, share_layers, tmp_path, monke
     run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model")
     assert f"after 2 optimizer steps: {tmp_path / 'model'}" in capsys.readouterr().out
     assert_loads(tmp_path / "model", logits[1])
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -120,7 +125,10 @@ def test_adapters_are_exported_alone_or_within_their_base(merge, tmp_path, monke
     options = ["--merge"] if merge else []
     run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model", *options)
     names = {"config.json", "model.safetensors"} if merge else {"adapter_config.json", "adapter_model.safetensors"}
-    assert {path.name for path in (tmp_path / "model").iterdir()} == names
+    assert {path.name for path in (tmp_path / "model").iterdir()} == names | {"README.md"}
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert (card.data.base_model, card.data.library_name) == ("base", "transformers" if merge else "peft")
+    assert "2 of 9" in card.text
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(sample()).logits, logits[1], rtol=1e-4, atol=1e-5)

@@ -360,6 +360,7 @@ class Watch:
     def __init__(self, house):
         self._house = house
         self.saved = []
+        self.work = []
 
     @property
     def optimizer_step(self):
@@ -370,6 +371,9 @@ class Watch:
 
     def observe_checkpoint(self, step):
         self.saved.append(step)
+
+    def observe_work(self, samples, weight):
+        self.work.append((samples, weight))
 
 
 def names_in(house, giver):
@@ -393,6 +397,8 @@ async def test_a_checkpoint_is_made_of_the_snapshots_that_entries_name_and_is_of
         tasks.start_soon(writer.run, house.coordinator.transport)
         await until(house.peers, lambda _: writer._watch.saved, 60)
         tasks.cancel_scope.cancel()
+    assert {weight for _, weight in writer._watch.work} != {0}
+    assert all(samples == weight for samples, weight in writer._watch.work), "all tokens of text are learnt"
     checkpoint = house.store.newest()
     statements = Statements(RUN.peer_id, RUN)
     entries = entries_of(checkpoint.entries, checkpoint.round_number, statements)

@@ -103,7 +103,7 @@ def test_a_shipped_description_of_peers_loads(path: Path) -> None:
 
 
 def test_there_are_descriptions_of_peers() -> None:
-    assert {path.stem for path in PEERS} >= {"spot-t4", "volunteers"}
+    assert {path.stem for path in PEERS} >= {"six-24gb", "spot-t4", "volunteers"}
 
 
 def write(folder: Path, text: str) -> Path:
@@ -181,7 +181,8 @@ def test_a_description_that_cannot_work_is_one_line(tmp_path: Path, text: str, m
 def test_a_missing_description_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"--peers: .*nothing\.yaml: no such file, and none of that name comes with Swarm \(spot-t4, volunteers\)",
+        match=r"--peers: .*nothing\.yaml: no such file, and none of that name comes with Swarm "
+        r"\(six-24gb, spot-t4, volunteers\)",
     ):
         load_peers(tmp_path / "nothing.yaml", "fp32")
 

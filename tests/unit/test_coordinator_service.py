@@ -64,6 +64,10 @@ class FakeDHT:
         pass
 
 
+LINES = ["a line of metrics.jsonl"]
+FILES = SimpleNamespace(lines_since=lambda first_round: LINES)
+
+
 async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch):
     """Stage 0 may tell of steps that have not been; and peers may be gone just then."""
     saved = []
@@ -77,14 +81,16 @@ async def test_the_end_is_only_where_the_stages_are_there(tmp_path, monkeypatch)
 
     monkeypatch.setattr(service, "fetch_states", fetch_states)
 
-    def export_states(manifest, states, *_):
+    def export_states(manifest, states, *_, training):
         saved.append(states[0].optimizer_step)
+        assert (training.optimizer_step, list(training.lines), training.num_peers) == (3, LINES, 2)
         return "there is no such folder"
 
     monkeypatch.setattr(service, "export_states", export_states)
     options = RunOptions(output=tmp_path)
     run = RunService(RESOLVED, FakeDHT(tmp_path), options)
-    assert [await run._export(None, None) for _ in range(3)] == [False, False, True]
+    run.contributions.given = dict.fromkeys("ab")
+    assert [await run._export(None, FILES) for _ in range(3)] == [False, False, True]
     assert saved == [3]
     assert options.promises.unkept() == [f"{service.NO_TOKENIZER} (there is no such folder)"]
 
@@ -93,14 +99,14 @@ async def test_a_model_that_the_disk_does_not_take_is_tried_again(tmp_path, monk
     async def fetch_states(*_):
         return [StageState(3, "x", {})]
 
-    def full(*_):
+    def full(*_, training):
         raise NotWritten("model: cannot be written (disk full)")
 
     monkeypatch.setattr(service, "NOT_WRITTEN_PAUSE_S", 0.0)
     monkeypatch.setattr(service, "fetch_states", fetch_states)
     monkeypatch.setattr(service, "export_states", full)
     run = RunService(RESOLVED, FakeDHT(tmp_path), RunOptions(output=tmp_path))
-    assert not await run._export(None, None)
+    assert not await run._export(None, FILES)
     assert "model_not_saved reason=model: cannot be written (disk full)" in caplog.text
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from measured_memory import CASES, KINDS, LONG, Case
+from measured_memory import CASES, KINDS, LONG, READ, Case
 
 from swarm_peer.model.costs import optimizer_bytes, stage_costs
 from swarm_peer.model.stage import StageModule
@@ -26,7 +26,7 @@ def figures(kind: str) -> dict[str, tuple[float, float]]:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr
     print(result.stdout)
-    titles = (case.title for case in KINDS[kind])
+    titles = (case.title for case in (KINDS | {"reading": READ})[kind])
     return dict(zip(titles, json.loads(result.stdout.splitlines()[-1]), strict=True))
 
 
@@ -39,6 +39,16 @@ def figures(kind: str) -> dict[str, tuple[float, float]]:
 def test_memory_is_predicted_as_it_is_measured(kind: str, case: Case) -> None:
     predicted, measured = figures(kind)[case.title]
     assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", READ, ids=lambda case: case.title)
+def test_a_base_is_read_in_little_more_memory_than_it_is_kept_in(case: Case) -> None:
+    """Whatever is read at a time, and whatever it becomes on the way from 16 bits to fewer."""
+    kept, peak = figures("reading")[case.title]
+    assert kept > 2e8
+    assert 0.95 * kept < peak < 1.3 * kept
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
@@ -97,7 +107,20 @@ def test_what_is_frozen_costs_no_gradients_averages_and_states(case: Case) -> No
 
 def test_adapters_compute_less_than_training_all_weights() -> None:
     case = next(case for case in KINDS["adapters"] if case.base == "nf4")
-    adapted, whole = (
-        stage_costs(each.resolved(), "cuda")[1] for each in (case, case._replace(adapter=None, base="fp32"))
+    in_nf4, in_bf16, whole = (
+        stage_costs(each.resolved(), "cuda")[1].flops
+        for each in (case, case._replace(base="bf16"), case._replace(adapter=None, base="fp32"))
     )
-    assert 0.66 * whole.flops < adapted.flops < 0.8 * whole.flops, "there is one product less of three"
+    assert 0.66 * whole < in_bf16 < 0.8 * whole, "there is one product less of three"
+    assert in_bf16 < in_nf4, "which is made whole"
+
+
+def test_a_rounded_base_is_made_whole_once_for_all_tokens_of_a_microbatch() -> None:
+    case = next(case for case in KINDS["adapters"] if case.base == "nf4")
+    extra = []
+    for length in (128, 256):
+        rounded, whole = (
+            stage_costs(case._replace(length=length, base=base).resolved(), "cuda")[1].flops for base in ("nf4", "bf16")
+        )
+        extra.append(rounded - whole)
+    assert extra[0] == pytest.approx(2 * extra[1]), "a token of a shorter one has a larger share"

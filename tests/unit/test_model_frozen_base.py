@@ -172,7 +172,7 @@ def test_a_checkpointed_stage_trains_the_same_adapters(precision, bases):
 def test_a_frozen_matrix_under_autocast_computes_in_its_type(precision):
     """As on GPUs: products and gradients are of 16 bits, and an input gets a gradient of its own type."""
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    layer = FrozenLinear(weight, torch.nn.Parameter(torch.ones(32), requires_grad=False), precision)
+    layer = FrozenLinear(weight.shape, [weight], torch.nn.Parameter(torch.ones(32), requires_grad=False), precision)
     inputs = torch.randn(5, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         product = layer(inputs)
@@ -182,6 +182,31 @@ def test_a_frozen_matrix_under_autocast_computes_in_its_type(precision):
     whole = rounded(weight, precision)
     assert torch.allclose(product.float(), inputs @ whole.T + 1, rtol=0.02, atol=0.2)
     assert torch.allclose(inputs.grad, torch.ones(5, 32) @ whole, rtol=0.02, atol=0.1)
+
+
+@EACH_PRECISION
+@pytest.mark.parametrize("shape", [(200, 96), (130, 33), (64, 64), (1, 7)])
+def test_a_matrix_that_is_read_in_pieces_is_that_of_the_whole(precision, shape):
+    """Bit by bit, also where the last blocks of 64 values are not full, and scales have a scale of their own."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)) ** 3
+    layer = FrozenLinear(shape, weight.split(64), None, precision)
+    assert torch.equal(layer.whole(torch.float32), FrozenLinear(shape, [weight], None, precision).whole(torch.float32))
+    assert torch.allclose(layer.whole(torch.float32), rounded(weight, precision), rtol=1e-6)
+    if precision == "nf4":
+        assert torch.equal(layer.whole(torch.float32), rounded(weight, precision))
+
+
+def test_adapters_are_put_on_a_base_that_nobody_makes_whole(bases, monkeypatch):
+    made_whole = []
+    real = FrozenLinear.whole
+    monkeypatch.setattr(FrozenLinear, "whole", lambda layer, dtype: made_whole.append(layer) or real(layer, dtype))
+    [trainer] = trainers_of(resolved(bases, "nf4"))
+    assert made_whole == []
+    assert trainer.trained
+    layer = next(layer for layer in trainer.module.modules() if isinstance(layer, FrozenLinear))
+    assert layer.weight.unique().numel() > 1, "PEFT sees its values from now on"
+    trainers_of(resolved(bases, "nf4", adapter={"dora": True}))
+    assert len(made_whole) > 1, "whose magnitudes are the lengths of the base's rows"
 
 
 def test_a_quantised_base_needs_adapters():

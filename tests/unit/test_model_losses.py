@@ -47,7 +47,7 @@ def gradients_of(module: StageModule, *, max_logits: int, monkeypatch: pytest.Mo
 def test_losses_and_gradients_do_not_depend_on_chunks(config, frozen, monkeypatch):
     _, last = build(config, 2)
     if frozen:
-        last.lm_head = FrozenLinear(last.lm_head.weight.detach(), None, "bf16")
+        last.lm_head = FrozenLinear(last.lm_head.weight.shape, [last.lm_head.weight.detach()], None, "bf16")
     whole = gradients_of(last, max_logits=2**25, monkeypatch=monkeypatch)
     # Chunks of 5 tokens, and a smaller one at the end.
     chunked = gradients_of(last, max_logits=5 * last.config.vocab_size, monkeypatch=monkeypatch)

@@ -103,6 +103,7 @@ function showRun(run) {
   const more = run.state === "waiting" && run.standstill ? ` It stands still, ${run.standstill}.` : "";
   $("run-state").textContent = run.state === "ended" ? `■ Ended: ${run.ended}.` : sentence + more;
   $("run-state").className = `lead ${["waiting", "no peers", "standing"].includes(run.state) ? "bad" : ""}`;
+  $("trains").textContent = `Trains ${run.trains}.`;
   $("progress").max = run.steps;
   $("progress").value = run.step;
   const done = (100 * run.step / run.steps).toFixed(1);
@@ -116,6 +117,7 @@ function showRun(run) {
     "Tokens so far": amount(run.tokens),
     "Running for": duration(run.age_s),
     "Samples for next step": `${amount(run.batch_samples)} of ${amount(run.batch_size)}`,
+    "Targets of a step, about": amount(run.batch_targets),
     "Peers": amount(run.peers),
     "Devices busy": run.busy === undefined ? undefined : `${Math.round(100 * run.busy)}%`,
   };
@@ -124,7 +126,7 @@ function showRun(run) {
 
 const WORDS = {
   "Loss": "loss", "Validation loss": "loss", "Tokens per second": "token", "Tokens so far": "token", "One step takes": "step",
-  "Samples for next step": "step", "Peers": "peer", "Devices busy": "busy",
+  "Samples for next step": "step", "Targets of a step, about": "target", "Peers": "peer", "Devices busy": "busy",
 };
 
 // The same boxes stay as long as the same figures are there, so that focus and explanation do.

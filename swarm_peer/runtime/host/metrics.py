@@ -65,6 +65,7 @@ class PeerMetrics:
         self.optimizer_step = gauge("optimizer_step", "Optimizer steps in this peer's weights")
         self.stage = gauge("stage", "Pipeline stage that this peer serves")
         self.loss = gauge("loss", "Training loss of the last optimizer step, nats per token")
+        self.step_targets = gauge("step_targets", "Tokens that were learnt in the last optimizer step")
         self.samples_per_s = gauge("announced_samples_per_second", "Throughput that this peer announces")
         self.dht_failures = counter("dht_failures", "DHT requests that failed or took too long", "request")
         for request in ("store", "fetch"):  # a counter that begins at 1 has no increase

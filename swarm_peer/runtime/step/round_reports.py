@@ -84,6 +84,8 @@ class RoundReports:
         elif result is not None and result.skipped and cut.averages:
             log.error("update_skipped round=%d reason=the averaged gradient is not finite", cut.round)
         self._metrics.loss.set(loss)
+        data = self._manifest.data
+        self._metrics.step_targets.set(max(weight, 0) * (1 if data.has_targets else data.sequence_length))
         log.info(
             "step_done optimizer_step=%d loss=%.4f %s=%d seconds=%.2f grad_norm=%.3g lr=%.3g",
             optimizer_step,
