@@ -271,12 +271,12 @@ def test_optimizer_state_is_as_large_as_said(optimizer: str) -> None:
 
 def test_operations_and_bytes_of_a_run() -> None:
     """Six operations per parameter of a layer and token and those of causal attention; four forward passes in all where
-    activations are computed again."""
+    activations or logits are computed again."""
     works = stage_works(manifest_of("swarm-1b-shared"), 3)
     layer, head, tokens = 12 * 4096**2, 50304 * 4096, 2048
     attention = 2048 * 4096
     assert works[1].flops == pytest.approx(16 * tokens * 8 * (layer + attention), rel=1e-3)
-    assert works[2].flops - works[1].flops == pytest.approx(tokens * 6 * head, rel=1e-3)
+    assert works[2].flops - works[1].flops == pytest.approx(tokens * 8 * head, rel=1e-3)
     # The configuration's comments: 8.4 MB a hop and about 55 TFLOP; weights, gradients and moments take 4 GB.
     assert works[1].activation_bytes == pytest.approx(8.5e6, rel=0.02)
     assert works[1].flops == pytest.approx(55e12, rel=0.05)
@@ -376,7 +376,8 @@ def test_codecs_and_modes_are_compared_for_the_same_peers() -> None:
     ]
     assert {row["averaging"] for row in report["link_choices"]} == {"blockwise_8bit"}
     assert own["synchronous"] == 1.0
-    assert own["synchronous"] < own["delayed"] < own["periodic"] < some["periodic"] < fewer["periodic"]
+    assert own["synchronous"] < own["delayed"]
+    assert own["synchronous"] < own["periodic"] < some["periodic"] < fewer["periodic"]
     other = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2", *PERIODIC), [home], num_stages=4)
     assert [each["peers"] for each in report["stage_plans"]] == [each["peers"] for each in other["stage_plans"]]
     assert other["tokens_per_s"] / report["tokens_per_s"] == pytest.approx(own["periodic"])
@@ -460,10 +461,10 @@ def test_peers_that_the_plan_leaves_out_are_not_to_be_started(dollars: float) ->
 @pytest.mark.parametrize(
     ("memory", "num_stages", "overrides", "message"),
     [
-        (3e9, 2, (), "gpt2-124m does not fit these peers in 2 stages: stage 1 needs 4.6 GB with one microbatch in"),
-        (4.5e9, 2, (), "the largest peer has 4.5 GB; the fewest that do are 3: take --stages 3"),
+        (2e9, 2, (), "gpt2-124m does not fit these peers in 2 stages: stage 0 needs 2.6 GB with one microbatch in"),
+        (2.4e9, 2, (), "the largest peer has 2.4 GB; the fewest that do are 3: take --stages 3"),
         (
-            3.5e9,
+            1.5e9,
             None,
             (),
             "no number of stages makes all of them small enough: try optimizer.name=adamw_8bit, or model.",
