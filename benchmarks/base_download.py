@@ -37,15 +37,15 @@ from coordinator.run.shared_base import with_base
 from swarm_peer.model.resolved import ResolvedManifest
 
 MODEL = LLAMA | {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 64,
 }
 STARTED = ("0.0", "1.0", "0.1", "1.1")
-MICROBATCH_S = 0.2
+MICROBATCH_S = 2.0
 
 
 class NewcomersMeasurement:
@@ -97,7 +97,7 @@ def measure(links: LinkOptions, folder: Path) -> dict[str, float]:
         model={"config": MODEL, "pretrained": str(folder / "base"), "adapter": {"rank": 4}, "base": "nf4"},
         stages={"count": 2, "peers_to_start": 2},
         data={"sequence_length": 63, "foreign_tokenizer": True},
-        training={"steps": 10**6, "global_batch_size": 200, "microbatch_size": 2, "validation_every": 0},
+        training={"steps": 10**6, "global_batch_size": 24, "microbatch_size": 2, "validation_every": 0},
         limits={"hop_timeout_s": 60, "announcement_s": 30},
     )
     resolved, base = with_base(ResolvedManifest.of(manifest), None)

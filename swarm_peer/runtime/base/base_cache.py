@@ -223,7 +223,6 @@ class EntryFile:
         return True
 
     def _finish(self) -> None:
-        os.fsync(self._file)
         self._partial.replace(self._path)
         self.close()
 
