@@ -16,7 +16,7 @@ from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
 
 
-class Work(NamedTuple):
+class SavedWork(NamedTuple):
     """The samples of an update, and their targets where samples say what is learnt, else samples again."""
 
     samples: int
@@ -49,7 +49,7 @@ class RunNames:
         if not await self._entries_of(states):
             raise InvalidMessage("the states of the stages do not fit together")
 
-    async def saved(self, states: Sequence[StageState]) -> Work:
+    async def saved(self, states: Sequence[StageState]) -> SavedWork:
         """Offer the states of a checkpoint that was saved just now, should a stage be lost.
 
         Returns:
@@ -59,7 +59,7 @@ class RunNames:
         self._giver.note_saved(names_of(states[0].optimizer_step, entries), states[0].round_number)
         cuts = [each.entry.cut for each in entries[:1]]  # stage 0 alone knows the samples
         weights = (each.weight for cut in cuts for each in cut.brings)
-        return Work(sum(num_windows(cut.samples) for cut in cuts), sum(weights))
+        return SavedWork(sum(num_windows(cut.samples) for cut in cuts), sum(weights))
 
     async def _entries_of(self, states: Sequence[StageState]) -> list[Committed]:
         entries = [state.entry for state in states]

@@ -11,10 +11,11 @@ import pytest
 from swarm_peer.runtime.host.machine import FolderStorage, SystemRandom, SystemThreads
 
 RUNTIME = Path(__file__).parents[2] / "swarm_peer" / "runtime"
-# The machine's own side: these make what a context holds, or run before there is one.
-EDGES = ("host/", "startup.py")
+# The machine's own side: these make what a context holds, run before there is one, or keep files for all runs.
+EDGES = ("host/", "startup.py", "base/base_cache.py")
 # Where else the machine is touched, and why.
 EXCEPTIONS = {
+    "base/base_index.py": {"read_bytes"},  # published weights, like the tokenizers below
     "data/corpus.py": {"read_text", "walk"},  # the run's corpus, like the next two
     "data/files.py": {"walk", "access", "R_OK", "X_OK"},
     "data/opening.py": {"open"},
