@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -189,7 +190,7 @@ class BaseCache:
 
 
 class EntryFile:
-    """A tensor or a file that is being written, and appears once it is whole.
+    """A tensor or a file that is being written, by several threads, and appears once it is whole.
 
     Raises:
         OSError: all methods, if the disk does not take it
@@ -200,6 +201,7 @@ class EntryFile:
         # Two containers that share the folder may have processes of one number.
         self._partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         self._left = num_bytes(entry)
+        self._counting = threading.Lock()
         header = b"" if entry.dtype == FILE else _header(entry)
         self._begin = len(header)
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -216,11 +218,12 @@ class EntryFile:
     def write(self, begin: int, data: memoryview) -> bool:
         """Write a part of it, each once. Returns whether it is whole now."""
         os.pwrite(self._file, data, self._begin + begin)
-        self._left -= len(data)
-        if self._left:
-            return False
-        self._finish()
-        return True
+        with self._counting:
+            self._left -= len(data)
+            if self._left:
+                return False
+            self._finish()
+            return True
 
     def _finish(self) -> None:
         self._partial.replace(self._path)
