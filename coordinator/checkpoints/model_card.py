@@ -101,7 +101,7 @@ def _summary(resolved: ResolvedManifest, training: Training, *, is_merged: bool)
 
 def _data(data: DataSection) -> Rows:
     if data.dataset == "embedded":
-        yield "data set", "text that comes with Python"
+        yield "data set", "text that comes with Python" if data.format == "text" else "chats that come with Swarm"
     elif data.dataset in get_args(FileKind):
         yield "data set", f"local files ({data.dataset})"
     elif _is_on_hub(data):

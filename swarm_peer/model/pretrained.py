@@ -39,7 +39,7 @@ INDEX_FILE = "model.safetensors.index.json"
 DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 # Values that are read at a time, where rows are not longer: 1 MB as fp32. Larger blocks leave gaps in the memory.
 BLOCK_VALUES = 1 << 18
-# So many rows have whole blocks of each quantised type, whatever their length.
+# A block's rows are a multiple of this number: then quantised types cut them into whole blocks of their own.
 ROW_STEP = 64
 # Of layers, by the ends of their names: nobody needs them any more.
 OLD_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")

@@ -283,7 +283,7 @@ class Peer:
         Raises:
             UserError: this machine has no memory for the stage, or cannot read its data
         """
-        replica, self._opens = None, stage
+        replica = None
         with first_error():
             async with anyio.create_task_group() as tasks:
 
@@ -292,6 +292,7 @@ class Peer:
                     tasks.cancel_scope.cancel()
 
                 async def announce() -> None:
+                    self._opens = stage
                     await self._directory.announce()
                     async with self._directory.kept_fresh([stage]):
                         await anyio.sleep_forever()

@@ -46,6 +46,8 @@ LAST_REPLIES_SHARE = 0.15  # of `--grace-s`, if that is shorter
 PLACE_S = 5.0
 # For so long it waits to hear of the entry that may hold what nobody has taken.
 COMMITTED_S = 2.0
+# Copies of the frozen weights that are tried, where they turn out to be damaged: this machine's, and what members give.
+BASE_TRIES = 4
 
 
 class Replica:
@@ -88,13 +90,15 @@ class Replica:
     async def _make_trainer(peer: PeerParts, stage: int) -> StageTrainer:
         context, source = peer.context, await peer.base.source(stage)
         make = partial(StageTrainer, context.resolved, context.resolved.specs[stage], device=peer.device, blank=True)
-        while True:
+        for tries_left in reversed(range(BASE_TRIES)):
             try:
                 return await context.threads.run(partial(make, cache_dir=context.options.cache_dir, source=source))
             except WrongTensor as error:
-                assert source is not None
+                if source is None or not tries_left:
+                    raise
                 await peer.base.distrust(source, stage, error)
             source = await peer.base.source(stage)
+        raise AssertionError("the last try returns or raises")
 
     def start_answering(self) -> None:
         """Answer calls from now on."""

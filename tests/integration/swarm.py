@@ -105,12 +105,13 @@ def tiny_manifest(**sections: Any) -> RunManifest:
 
 
 def without_data_dir(records: Path, fault: str) -> Launch:
-    """How peers are started that may read no folder of this machine."""
+    """How peers are started that may read no folder of this machine, and share no cache: as on machines apart."""
     launch = forked_peer(records, fault)
 
     def start(options: Sequence[str], log_file: Path, threads: int) -> Process:
         at = options.index("--data-dir")
-        return launch([*options[:at], *options[at + 2 :]], log_file, threads)
+        cache = log_file.parent / "caches" / log_file.stem
+        return launch([*options[:at], *options[at + 2 :], "--cache-dir", str(cache)], log_file, threads)
 
     return start
 

@@ -43,8 +43,7 @@ def train_plainly(
     return losses, model
 
 
-def test_members_give_the_base_to_those_who_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_members_give_the_base_to_those_who_have_none(tmp_path: Path) -> None:
     written = write_base(LLAMA, tmp_path / "base")
     manifest = tiny_manifest(
         model={"config": LLAMA, "pretrained": str(written), "adapter": {"rank": 4, "alpha": 8}, "base": "nf4"},
@@ -59,7 +58,7 @@ def test_members_give_the_base_to_those_who_have_none(tmp_path: Path, monkeypatc
     check_stage_mates(run)
     for name in ("0.0", "0.1", "1.0"):
         assert "base_downloaded" in (folder / "logs" / f"peer-{name}.log").read_text()
-    kept = {name for file in (tmp_path / "cache").rglob("*.safetensors") for name in load_file(file)}
+    kept = {name for file in (folder / "logs" / "caches").rglob("*.safetensors") for name in load_file(file)}
     assert kept == set(load_file(written / "model.safetensors")), "the stages' parts are the model"
 
 

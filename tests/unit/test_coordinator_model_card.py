@@ -13,11 +13,11 @@ from huggingface_hub import ModelCard
 from tiny_adapters import resolved_of, trainers_of, write_base
 from tiny_models import LENGTH, LLAMA
 
-from coordinator.checkpoints.model_card import Training, model_card, training_in
+from coordinator.checkpoints.model_card import Training, _data, model_card, training_in
 from coordinator.checkpoints.model_folder import export_states
 from coordinator.watch.metrics_file import MetricsFile, MetricsLine, ValidationLoss, metrics_line
 from coordinator.watch.run_file import write_run_file
-from swarm_peer.config import RunManifest
+from swarm_peer.config import DataSection, RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.state.index import StageState
 
@@ -152,3 +152,9 @@ def test_peft_loads_the_folder_with_its_card(tmp_path: Path) -> None:
     model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
     with torch.no_grad():
         assert model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.isfinite().all()
+
+
+def test_chats_that_come_with_swarm_are_named_as_such() -> None:
+    section = DataSection(dataset="embedded", format="messages", sequence_length=8)
+    assert dict(_data(section))["data set"] == "chats that come with Swarm"
+    assert dict(_data(DataSection(sequence_length=8)))["data set"] == "text that comes with Python"

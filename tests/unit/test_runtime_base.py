@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import anyio.lowlevel
@@ -23,6 +24,7 @@ from swarm_peer.config import PeerOptions
 from swarm_peer.errors import InvalidMessage, NotServing, UserError
 from swarm_peer.model.pretrained import ModelSource, WrongTensor
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.runtime import replica
 from swarm_peer.runtime.base import base_giver as base_giver_module
 from swarm_peer.runtime.base import base_index, base_sources
 from swarm_peer.runtime.base.base_cache import BaseCache, bases_folder
@@ -32,6 +34,7 @@ from swarm_peer.runtime.base.base_sources import BaseSources
 from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.transport import Reply, pack_fields
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.state import chunks
 from swarm_peer.runtime.state import index as index_module
 from swarm_peer.wire.messages import BaseChunkCall, StateEntry
@@ -115,7 +118,7 @@ async def test_a_peer_gets_its_own_stage_and_nothing_else(world, model):
         assert torch.equal(value, published[name])
     there, here = stage_state(world, 1), stage_state(world, 1, source)
     assert all(torch.equal(value, there[name]) for name, value in here.items())
-    assert world.notes == ["downloads the model's weights"] * len(world.notes)
+    assert set(world.notes) == {"downloads the model's weights"}
 
 
 async def test_what_is_here_is_not_downloaded_again(world):
@@ -186,17 +189,18 @@ async def test_a_liar_is_given_up_and_nothing_of_it_is_kept(world):
     await world.add_owner()
     await world.add_owner("liar")
     lie = Reply(tensors=(memoryview(bytes(CHUNK_BYTES)),))
-    world.network.fault(op="base_chunk", to="liar", times=1000, tamper=lambda reply: lie)
+    fault = world.network.fault(op="base_chunk", to="liar", times=1000, tamper=lambda reply: lie)
     source = await world.peer("peer").source(0)
     stage_state(world, 0, source)
-    assert world.network.num_calls("base_chunk", "liar") <= chunks.CHUNKS_IN_FLIGHT
+    assert 0 < fault.fired == world.network.num_calls("base_chunk", "liar") <= chunks.CHUNKS_IN_FLIGHT
 
 
 async def test_a_false_index_is_not_believed(world):
     await world.add_owner()
     false = Reply(tensors=(memoryview(world.base.packed + b"\0"), memoryview(bytes(10))))
-    world.network.fault(op="base_index", times=2, tamper=lambda reply: false)
+    fault = world.network.fault(op="base_index", times=2, tamper=lambda reply: false)
     await world.peer("peer").source(0)
+    assert fault.fired == 2
     assert "waits for a member to say what the model's weights are" in world.notes
 
 
@@ -426,3 +430,18 @@ def test_buffers_of_old_models_are_left_out(tmp_path):
     tensors = {"h.0.attn.bias": torch.ones(3, 3, dtype=torch.bool), "h.0.w": torch.ones(2)}
     save_file(tensors, tmp_path / "model.safetensors")
     assert [entry.name for entry in make_base(ModelSource(str(tmp_path))).index.tensors] == ["h.0.w"]
+
+
+async def test_a_base_that_is_damaged_again_and_again_is_told(world, monkeypatch):
+    await world.add_owner()
+    base, tries = world.peer("peer"), []
+
+    def make(*arguments, source, **options):
+        tries.append(source)
+        raise WrongTensor("it is damaged")
+
+    monkeypatch.setattr(replica, "StageTrainer", make)
+    parts = SimpleNamespace(context=base._context, device="cpu", base=base)
+    with pytest.raises(WrongTensor, match="damaged"):
+        await Replica._make_trainer(parts, 1)
+    assert len(tries) == replica.BASE_TRIES

@@ -25,6 +25,7 @@ from swarm_peer.runtime.base.base_giver import BaseGiver, entries_in, numbers_in
 from swarm_peer.runtime.base.base_index import Base, num_bytes
 from swarm_peer.runtime.base.base_progress import DownloadProgress
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.data.allowed_files import is_within
 from swarm_peer.runtime.host.processes import first_error
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.chunks import Chunk, Donor, download_chunks
@@ -164,10 +165,9 @@ class BaseSources:
         return ModelSource(name, self._context.options.cache_dir, is_right=base.is_right)
 
     def _is_allowed(self, source: ModelSource) -> bool:
-        folder, data_dir = source.folder, self._context.options.data_dir
         if self._own_is_wrong:
             return False
-        return folder is None or (data_dir is not None and folder.resolve().is_relative_to(data_dir.resolve()))
+        return source.folder is None or is_within(source.folder, self._context.options.data_dir)
 
     def _own_source(self, base: Base, numbers: Sequence[int]) -> ModelSource | None:
         """The model as it is published, if this machine has these entries of it and may read them."""

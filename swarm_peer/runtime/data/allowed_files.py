@@ -53,7 +53,7 @@ def forbidden_path(manifest: RunManifest, data_dir: Path | None, *, reads_tokeni
     """
 
     def is_forbidden(path: Path) -> bool:
-        return not _is_within(path, data_dir)
+        return not is_within(path, data_dir)
 
     files = manifest.data.files
     folders = (local_folder(manifest.data), local_tokenizer(manifest.data) if reads_tokenizer else None)
@@ -71,12 +71,13 @@ def check_tokenizer(section: DataSection, data_dir: Path | None) -> None:
         UserError: it does not
     """
     folder = local_tokenizer(section)
-    if folder is not None and not _is_within(folder, data_dir):
+    if folder is not None and not is_within(folder, data_dir):
         raise UserError(
             f"the run wants to read the tokenizer {folder.resolve()} on this machine: allow it with --data-dir FOLDER, "
             f"which is that folder or one above it"
         )
 
 
-def _is_within(path: Path, data_dir: Path | None) -> bool:
+def is_within(path: Path, data_dir: Path | None) -> bool:
+    """Whether a path leads to what lies below the folder that the machine's owner names, links followed."""
     return data_dir is not None and path.resolve().is_relative_to(data_dir.resolve())
