@@ -92,7 +92,7 @@ class Peer:
             describe_self=self._describe,
             device=in_words(device),
         )
-        dht.dial_by(self._directory.addresses_of)
+        dht.dial_by(self._directory.addresses_of, self._directory.can_be_dialled)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
         self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
         self._mover: Mover | None = None
