@@ -7,6 +7,7 @@ the carrier reads nothing of it, and can only end it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
@@ -28,22 +29,23 @@ class Ends:
 
 
 class Rate:
-    """Bytes a second that all who share this may take together, in the order in which they ask.
+    """Bytes a second that all who share this may take together, in the order in which they ask."""
 
-    Attributes:
-        num_bytes: that have been taken
-    """
+    def __init__(self, bytes_per_s: float, count: Callable[[int], None]):
+        """Make what nobody has taken from.
 
-    def __init__(self, bytes_per_s: float):
+        Args:
+            count: told of the bytes that are taken
+        """
         self._bytes_per_s = bytes_per_s
+        self._count = count
         self._free_s = 0.0
-        self.num_bytes = 0
 
     async def take(self, num_bytes: int) -> None:
         """Wait until so many bytes may pass."""
         now_s = anyio.current_time()
         self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
-        self.num_bytes += num_bytes
+        self._count(num_bytes)
         await anyio.sleep(max(0.0, self._free_s - now_s - BURST_S))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import filterfalse
 from pathlib import Path
@@ -90,11 +91,13 @@ class SwarmDHT:
         clock: Clock,
         places: RecordPlaces,
         passes: PassChecker,
+        relays: Callable[[], Iterable[str]] = tuple,
     ):
         self.p2p: GuardedP2P = node.p2p
         self.passes = passes
         self.identity = identity
         self._ways = ways
+        self._relays = relays
         self._node = node
         self.metrics = metrics
         self._clock = clock
@@ -141,12 +144,7 @@ class SwarmDHT:
                 await p2p.connect_first(initial_peers)
                 node = await _join(p2p, initial_peers, validator)
                 reachability = await Reachability.begin(p2p, announce_maddrs, host_maddrs)
-                meetings = Meetings(
-                    p2p=p2p,
-                    door=door_of(reachability.own if 0 in ports_of(host_maddrs) else host_maddrs),
-                    relay_bytes_per_s=relay_mbps * 1e6 / 8,
-                    own_addresses=lambda: reachability.own,
-                )
+                meetings = _make_meetings(p2p, reachability, host_maddrs, relay_mbps, metrics)
             except UserError:
                 raise
             except Exception as error:  # hivemind raises errors of many types
@@ -159,6 +157,7 @@ class SwarmDHT:
                 clock=clock,
                 places=validator.places,
                 passes=validator.passes,
+                relays=meetings.relays.values,
             )
             opened.push_async_callback(_in_time, dht._close)
             dht._tasks |= {asyncio.create_task(each) for each in (dht._rejoin(), reachability.run(), meetings.run())}
@@ -178,6 +177,13 @@ class SwarmDHT:
     def is_reachable(self) -> bool | None:
         """Whether others can dial this node; None if nobody has told."""
         return self._ways().is_reachable
+
+    @property
+    def relays(self) -> tuple[str, ...]:
+        """The nodes that carry this one's connections to others, those first that carry most of them."""
+        carried = Counter(self._relays())
+        self.metrics.carried_connections.set(carried.total())
+        return tuple(relay for relay, _ in carried.most_common())
 
     async def _rejoin(self) -> None:
         """Call peers that the routing table has lost.
@@ -365,6 +371,18 @@ async def _start_daemon(
     )
     p2p.passes = passes
     return p2p
+
+
+def _make_meetings(
+    p2p: GuardedP2P, reachability: Reachability, host_maddrs: Sequence[str], relay_mbps: float, metrics: PeerMetrics
+) -> Meetings:
+    return Meetings(
+        p2p=p2p,
+        door=door_of(reachability.own if 0 in ports_of(host_maddrs) else host_maddrs),
+        relay_bytes_per_s=relay_mbps * 1e6 / 8,
+        own_addresses=lambda: reachability.own,
+        metrics=metrics,
+    )
 
 
 async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: SignedRecordValidator) -> DHTNode:

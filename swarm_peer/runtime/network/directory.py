@@ -255,6 +255,7 @@ class Directory:
             moving_to=me.moving_to,
             addresses=tuple(self._dht.addresses[:MAX_ADDRESSES]),
             is_reachable=me.is_reachable,
+            relays=me.relays,
             incarnation=me.incarnation,
             name=me.name,
             time_shares=me.time_shares,

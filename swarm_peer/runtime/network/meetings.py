@@ -26,6 +26,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from swarm_peer.errors import CallError, CallTimeout, NoRoom, PeerUnreachable
+from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.carrying import Ends, Rate, carry
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, StreamHandler
@@ -71,7 +72,6 @@ class Meetings:
 
     Attributes:
         relays: who carries this node's connection to a node, by node
-        relayed: what this node carries for others
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Meetings:
         door: tuple[str, int],
         relay_bytes_per_s: float,
         own_addresses: Callable[[], Sequence[str]],
+        metrics: PeerMetrics,
     ):
         """Make what knows nobody yet.
 
@@ -101,7 +102,7 @@ class Meetings:
         self._not_before_s: dict[str, float] = {}
         self._helped: Counter[str] = Counter()
         self._num_relayed = 0
-        self.relayed = Rate(relay_bytes_per_s or 1.0)
+        self._relayed = Rate(relay_bytes_per_s or 1.0, metrics.carried_bytes.inc)
         self.relays: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -356,7 +357,7 @@ class Meetings:
                     self._p2p.passes.check(request.other, answer.shown)
                     await self._answer(ends, HelpAnswer(addresses=(*at, *answer.addresses)[:MAX_ADDRESSES]))
                     if request.is_relay:
-                        await carry(ends, other, self.relayed)
+                        await carry(ends, other, self._relayed)
                     else:
                         await taken(ends.reader)
         except CallError as error:
