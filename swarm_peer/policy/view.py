@@ -22,13 +22,15 @@ class PeerState(str, Enum):
     """The state of a peer as it announces it.
 
     A peer that has left its stage says so with the last announcement of that life, its tombstone there. No view shows
-    the peer in that state.
+    the peer in that state. One whose owner has it paused has left its stage, too: it holds nothing of it, and will come
+    back to it.
     """
 
     JOINING = "joining"
     SERVING = "serving"
     DRAINING = "draining"
     LEFT = "left"
+    PAUSED = "paused"
 
 
 class Life(NamedTuple):
@@ -118,6 +120,11 @@ class PeerView:
     metrics_address: str = ""
     trouble: Trouble | None = None
     trouble_since_s: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it holds weights of its stage, and may have computed in the present round."""
+        return self.state in (PeerState.SERVING, PeerState.DRAINING)
 
     @property
     def life(self) -> Life:

@@ -167,6 +167,11 @@ class Replica:
         around = {self.stage - 1, self.stage, min(self.stage + 1, count - 1)}
         return range(count) if self.stage == 0 else sorted({0} | around)
 
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes that it still sends if it leaves now, at the most: its gradients, which may be of two rounds."""
+        return 2 * self.parts.giving.num_bytes
+
     def stage_mates(self) -> list[str]:
         """Ids of the other peers that have a place in this stage and announce that they serve it."""
         core = self._peer.agreement.core

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -15,6 +16,7 @@ from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_begins
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.owner import Hours, OwnerPolicy
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
@@ -24,6 +26,7 @@ from swarm_peer.runtime.host.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics, show_disk
+from swarm_peer.runtime.host.other_use import sights_of
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
 from swarm_peer.runtime.host.preparation import (
     believed_limit,
@@ -34,11 +37,13 @@ from swarm_peer.runtime.host.preparation import (
     stages_too_large,
 )
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
+from swarm_peer.runtime.host.running_peers import running_folder, shown
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.owner import DailyCount, Owner
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.wire.codecs import encoded_bytes
@@ -119,8 +124,7 @@ async def _run(
             dht.passes.keep_in(KeptFile(state_folder() / f"revocations-{entrance.invite.run_id}"))
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses))
         run_id, manifest = await find_manifest(dht, entrance, options.run_id)
-        threads = SystemThreads()
-        # Slow work happens in threads: this process is a node of the DHT already.
+        threads = SystemThreads()  # for slow work: this process is a node of the DHT already
         resolved, options, too_large = await threads.run(_examine, manifest, device, options)
         context = PeerContext(
             run_id=run_id,
@@ -138,12 +142,12 @@ async def _run(
         stage = await choose_first_stage(context, dht, device)
         await threads.run(check_begins, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
-        ended = anyio.Event()
         async with (
             P2PTransport.open(
                 dht.p2p, passes=dht.passes, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics
             ) as transport,
-            signals_set(ended),
+            signals_set(ended := anyio.Event()),
+            _owner_of(context, device) as owner,
         ):
             peer = Peer(
                 context=context,
@@ -151,9 +155,33 @@ async def _run(
                 transport=transport,
                 device=device,
                 device_thread=DeviceThread(clock=context.clock, threads=threads, metrics=metrics, device=device),
+                owner=owner,
                 counted=counted,
             )
             await peer.run(stage, ended)
+
+
+@asynccontextmanager
+async def _owner_of(context: PeerContext, device: torch.device) -> AsyncIterator[Owner]:
+    """The owner whom a peer obeys; while the context is open, other shells find the peer."""
+    options = context.options
+    count = DailyCount(KeptFile(state_folder() / f"sent-{context.identity.peer_id}"))
+    per_day = options.max_upload_gb_per_day
+    policy = OwnerPolicy(
+        hours=None if options.hours is None else Hours.parse(options.hours),
+        max_sent_bytes_per_day=None if per_day is None else 1e9 * per_day,
+        spent_day=count.spent_day,
+    )
+    sights = await context.threads.run(sights_of, device) if options.pause_when_busy else ()
+    with shown(running_folder(), context.identity.peer_id) as files:
+        yield Owner(
+            context=context,
+            policy=policy,
+            count=count,
+            sent_bytes=lambda: int(next(iter(context.metrics.sent_bytes.collect())).samples[0].value),
+            files=files,
+            sights=sights,
+        )
 
 
 def _examine(

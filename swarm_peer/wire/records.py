@@ -114,7 +114,7 @@ class Announcement(Record):
         round_number: the round that the peer is in
         optimizer_step: that of the peer's weights; a rewind lowers it
         movable: whether the coordinator may move the peer to another stage
-        note: why the peer does not serve, or what its trouble is, in words
+        note: why the peer does not serve, until when its owner has it paused, or what its trouble is, in words
         state_s: for how long it has been in this state
         memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
         too_large: the stages that it has no memory for
@@ -134,7 +134,7 @@ class Announcement(Record):
     kind = "announcement"
     serial: int = Field(ge=0, lt=2**63)
     stage: int = Field(ge=UNDECIDED, lt=256)
-    state: str = Field(pattern="^(joining|serving|draining|left)$")
+    state: str = Field(pattern="^(joining|serving|draining|left|paused)$")
     round_number: RoundNumber
     optimizer_step: OptimizerStep
     movable: bool

@@ -161,7 +161,7 @@ function showStages() {
     cells: [
       { text: row.is_empty ? `✕ ${stage}` : row.is_bottleneck ? `▼ ${stage}` : stage },
       { text: row.is_empty ? "none" : String(row.serving) },
-      { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`].filter(Boolean).join(", ") },
+      { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`, row.paused && `${row.paused} paused`].filter(Boolean).join(", ") },
       { text: row.supply ? amount(row.supply) : "–" },
       { text: demand !== undefined && row.supply ? `${Math.round(100 * demand / row.supply)}%` : "–" },
       { text: percent(row.busy) },
