@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from swarm_peer.policy.owner import Hours
 
+# With less, others give a frame up before it is whole (runtime/network/frame_stream.py, SLOWEST_BYTES_PER_S).
+LEAST_MBPS = 1.0
 # A heading of --help, after all those of config.py.
 OWNER = Parameter(group=Group("The machine's owner"))
 
@@ -18,6 +20,10 @@ class OwnerOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
+    max_upload_mbps: Annotated[float | None, OWNER] = Field(None, ge=LEAST_MBPS)
+    """Megabits per second that the peer sends at the most, all its traffic together; the whole link if not given."""
+    max_download_mbps: Annotated[float | None, OWNER] = Field(None, ge=LEAST_MBPS)
+    """Megabits per second that it receives from other peers at the most."""
     hours: Annotated[str | None, OWNER] = None
     """Part of the day, in local time, in which the peer serves, such as 22-7 or 8:30-17; otherwise it is paused."""
     pause_when_busy: Annotated[bool, OWNER, Parameter(negative="")] = False

@@ -42,6 +42,7 @@ from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.link import Link
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.owner import DailyCount, Owner
 from swarm_peer.runtime.peer import Peer
@@ -142,12 +143,13 @@ async def _run(
         stage = await choose_first_stage(context, dht, device)
         await threads.run(check_begins, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
+        link = Link.of(options.max_upload_mbps, options.max_download_mbps)
         async with (
             P2PTransport.open(
-                dht.p2p, passes=dht.passes, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics
+                dht.p2p, passes=dht.passes, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics, link=link
             ) as transport,
             signals_set(ended := anyio.Event()),
-            _owner_of(context, device) as owner,
+            _owner_of(context, device, link) as owner,
         ):
             peer = Peer(
                 context=context,
@@ -162,7 +164,7 @@ async def _run(
 
 
 @asynccontextmanager
-async def _owner_of(context: PeerContext, device: torch.device) -> AsyncIterator[Owner]:
+async def _owner_of(context: PeerContext, device: torch.device, link: Link) -> AsyncIterator[Owner]:
     """The owner whom a peer obeys; while the context is open, other shells find the peer."""
     options = context.options
     count = DailyCount(KeptFile(state_folder() / f"sent-{context.identity.peer_id}"))
@@ -178,7 +180,7 @@ async def _owner_of(context: PeerContext, device: torch.device) -> AsyncIterator
             context=context,
             policy=policy,
             count=count,
-            sent_bytes=lambda: int(next(iter(context.metrics.sent_bytes.collect())).samples[0].value),
+            sent_bytes=lambda: int(link.sent_bytes),
             files=files,
             sights=sights,
         )

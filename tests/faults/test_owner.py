@@ -1,4 +1,4 @@
-"""Owners have their machines back for a while: no sample is lost, nothing is held meanwhile, and peers come back soon."""
+"""Owners have their machines back for a while: no sample is lost, nothing is held, and peers come back soon."""
 
 from __future__ import annotations
 

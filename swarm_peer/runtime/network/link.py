@@ -1,0 +1,154 @@
+"""This peer's link, of which its owner may lend a part: token buckets that all bytes of calls pass, and counts of them.
+
+Small frames pass at once, and large ones make up for them: a round's agreement must not wait behind megabytes of
+tensors. Of the large frames, the one that has begun first goes first, so that each is under way for as short as
+possible; one that a small frame of the same stream waits for goes before all others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+# Bytes that leave a machine for each byte of a call: what libp2p adds to encrypt and to share a connection (frames of
+# yamux, messages of Noise), and the headers of TCP and IP in packets of 1500 bytes (benchmarks/capped_link.py).
+BYTES_PER_BYTE = 1.07
+# Bytes of acknowledgements for each byte that comes the other way.
+ACKNOWLEDGED_PER_BYTE = 0.02
+# An idle link saves up so many seconds of its rate.
+BURST_S = 0.1
+# Bytes that pass in one piece take so many seconds, so that frames take turns.
+PIECE_S = 0.05
+LEAST_PIECE_BYTES = 4096
+# Timers are no more exact than this.
+LEAST_SLEEP_S = 0.002
+
+
+@dataclass(eq=False)
+class Turn:
+    """The place of one large frame among those that wait.
+
+    Attributes:
+        is_hurried: whether something small waits for its end
+    """
+
+    number: int
+    is_hurried: Callable[[], bool] = lambda: False
+
+
+class Bucket:
+    """One direction of a link. Belongs to the event loop's thread.
+
+    Attributes:
+        piece_bytes: the most that a frame asks for at once
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float = math.inf,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+    ):
+        self._bytes_per_s = bytes_per_s
+        self._now_s = now_s
+        self._sleep = sleep
+        self._left = 0.0 if math.isinf(bytes_per_s) else bytes_per_s * BURST_S
+        self._at_s = now_s()
+        self._numbers = itertools.count()
+        self._waiting: set[Turn] = set()
+        self.piece_bytes = math.inf
+        if not math.isinf(bytes_per_s):
+            self.piece_bytes = max(LEAST_PIECE_BYTES, int(bytes_per_s * PIECE_S))
+
+    def spend(self, num_bytes: float) -> None:
+        """Let bytes pass at once. If there are not enough left, large frames wait until these are made up for."""
+        self._fill()
+        self._left -= num_bytes
+
+    @contextmanager
+    def turn(self, is_hurried: Callable[[], bool] = lambda: False) -> Iterator[Turn]:
+        """The place of a large frame, which it keeps until it is whole."""
+        turn = Turn(next(self._numbers), is_hurried)
+        try:
+            yield turn
+        finally:
+            self._waiting.discard(turn)
+
+    async def take(self, num_bytes: float, turn: Turn) -> None:
+        """Wait until bytes of a large frame may pass."""
+        if not math.isinf(self._bytes_per_s):
+            self._waiting.add(turn)
+            try:
+                while (wait_s := self._wait_s()) > 0 or self._first() is not turn:
+                    await self._sleep(max(wait_s, LEAST_SLEEP_S))
+            finally:
+                self._waiting.discard(turn)
+        self.spend(num_bytes)
+
+    def _first(self) -> Turn:
+        return min(self._waiting, key=lambda turn: (not turn.is_hurried(), turn.number))
+
+    def _wait_s(self) -> float:
+        self._fill()
+        return max(0.0, -self._left / self._bytes_per_s)
+
+    def _fill(self) -> None:
+        now_s = self._now_s()
+        if not math.isinf(self._bytes_per_s):
+            filled = self._left + (now_s - self._at_s) * self._bytes_per_s
+            self._left = min(filled, self._bytes_per_s * BURST_S)
+        self._at_s = now_s
+
+
+@dataclass(eq=False, kw_only=True)
+class Link:
+    """Both directions of this peer's link, for all its streams.
+
+    Attributes:
+        sent_bytes, received_bytes: on the wire so far, by the measured overhead of libp2p and TCP
+    """
+
+    upload: Bucket = field(default_factory=Bucket)
+    download: Bucket = field(default_factory=Bucket)
+    sent_bytes: float = field(init=False, default=0.0)
+    received_bytes: float = field(init=False, default=0.0)
+
+    @classmethod
+    def of(cls, upload_mbps: float | None, download_mbps: float | None) -> Link:
+        """A link whose directions have at most so many megabits per second; None for any number."""
+        upload, download = (math.inf if mbps is None else mbps * 1e6 / 8 for mbps in (upload_mbps, download_mbps))
+        return cls(upload=Bucket(upload), download=Bucket(download))
+
+    def send_now(self, num_bytes: int) -> None:
+        """Let a small frame out."""
+        self.upload.spend(self._sends(num_bytes))
+
+    async def send(self, num_bytes: int, turn: Turn) -> None:
+        """Wait until a piece of a large frame may go out."""
+        await self.upload.take(self._sends(num_bytes), turn)
+
+    def receive_now(self, num_bytes: int) -> None:
+        """Let a small frame in."""
+        self.download.spend(self._receives(num_bytes))
+
+    async def receive(self, num_bytes: int, turn: Turn) -> None:
+        """Wait until a piece of a large frame may be read; TCP has its sender wait meanwhile."""
+        await self.download.take(self._receives(num_bytes), turn)
+
+    def _sends(self, num_bytes: int) -> float:
+        self.download.spend(num_bytes * ACKNOWLEDGED_PER_BYTE)
+        self.received_bytes += num_bytes * ACKNOWLEDGED_PER_BYTE
+        self.sent_bytes += num_bytes * BYTES_PER_BYTE
+        return num_bytes * BYTES_PER_BYTE
+
+    def _receives(self, num_bytes: int) -> float:
+        self.upload.spend(num_bytes * ACKNOWLEDGED_PER_BYTE)
+        self.sent_bytes += num_bytes * ACKNOWLEDGED_PER_BYTE
+        self.received_bytes += num_bytes * BYTES_PER_BYTE
+        return num_bytes * BYTES_PER_BYTE
