@@ -1,4 +1,4 @@
-"""How much of a link does a peer take whose owner lends a part of it? By the kernel's own counters, in a run that wants more.
+"""How much of a link does a peer take whose owner lends a part of it? By the kernel's counters, in a busy run.
 
     python benchmarks/capped_link.py [--upload-mbps 8] [--download-mbps 0] [--seconds 120]
 
@@ -19,6 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Measurement:
         self.machines: dict[str, Any] = {}
 
     def launch(self, records: Path, options_of_owner: str) -> Launch:
-        """How peers are started: each on the next machine; what stands for a fault are options of the owner."""
+        """How peers are started: each on the next machine, with the options of its owner in a fault's place."""
 
         def start(options: Any, log_file: Path, threads: int) -> Any:
             machine = self._network.machines[1 + len(self.machines)]
@@ -126,8 +127,7 @@ def summarise(looks: list[tuple[float, ...]]) -> dict[str, Any]:
 
     first, last = looks[0], looks[-1]
     per_minute = max(1, round(30 / SAMPLE_S))
-    marks = [*looks[::per_minute]]
-    spans = list(zip(marks, marks[1:], strict=False))
+    spans = list(pairwise(looks[::per_minute]))
     return {
         "seconds": round(last[0] - first[0], 1),
         "mbps_out": mbps(first, last, 2),

@@ -111,6 +111,7 @@ class Peer:
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
         lifecycle, replica, mover = self._lifecycle, self._replica, self._mover
+        lent = self._context.lent_bytes_per_s
         about = PeerView(
             peer_id=self._me,
             stage=self._opens,
@@ -120,6 +121,8 @@ class Peer:
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
             too_large=self._context.too_large,
+            upload_bytes_per_s=lent[0],
+            download_bytes_per_s=lent[1],
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
             moving_to=UNDECIDED if mover is None else mover.moving_to,

@@ -137,7 +137,7 @@ class Replica:
 
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
-        admission, step = self.parts.core.admission, self.step
+        admission, speed, step = self.parts.core.admission, self.parts.core.speed, self.step
         if (complaint := self._complaint(peer.state)) is not None:
             peer = peer.complaining(complaint)
         return replace(
@@ -146,7 +146,8 @@ class Replica:
             incarnation=self._peer.agreement.core.membership.me.life,
             round_number=step.weights_round,
             optimizer_step=step.optimizer_step,
-            samples_per_s=self.parts.core.speed.samples_per_s,
+            samples_per_s=speed.samples_per_s,
+            device_samples_per_s=speed.device_samples_per_s if speed.is_limited else 0.0,
             queue=admission.admitted + admission.held,
             bandwidth_bytes_per_s=self.parts.sources.bytes_per_s,
             time_shares=self.parts.core.time.shares(),

@@ -16,6 +16,7 @@ from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_begins
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.traffic import stage_traffic
 from swarm_peer.policy.owner import Hours, OwnerPolicy
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
@@ -143,24 +144,33 @@ async def _run(
         stage = await choose_first_stage(context, dht, device)
         await threads.run(check_begins, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
-        link = Link.of(options.max_upload_mbps, options.max_download_mbps)
-        async with (
-            P2PTransport.open(
-                dht.p2p, passes=dht.passes, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics, link=link
-            ) as transport,
-            signals_set(ended := anyio.Event()),
-            _owner_of(context, device, link) as owner,
-        ):
-            peer = Peer(
-                context=context,
-                dht=dht,
-                transport=transport,
-                device=device,
-                device_thread=DeviceThread(clock=context.clock, threads=threads, metrics=metrics, device=device),
-                owner=owner,
-                counted=counted,
-            )
-            await peer.run(stage, ended)
+        await _take_part(context, dht, device, stage, counted)
+
+
+async def _take_part(
+    context: PeerContext, dht: SwarmDHT, device: torch.device, stage: int, counted: CountedHook | None
+) -> None:
+    """Serve a stage, and then others, as long as the owner of the machine lets the peer."""
+    options, metrics = context.options, context.metrics
+    link = Link.of(options.max_upload_mbps, options.max_download_mbps)
+    payload_bytes = _max_payload_bytes(context.resolved)
+    async with (
+        P2PTransport.open(
+            dht.p2p, passes=dht.passes, max_payload_bytes=payload_bytes, metrics=metrics, link=link
+        ) as transport,
+        signals_set(ended := anyio.Event()),
+        _owner_of(context, device, link) as owner,
+    ):
+        peer = Peer(
+            context=context,
+            dht=dht,
+            transport=transport,
+            device=device,
+            device_thread=DeviceThread(clock=context.clock, threads=context.threads, metrics=metrics, device=device),
+            owner=owner,
+            counted=counted,
+        )
+        await peer.run(stage, ended)
 
 
 @asynccontextmanager
@@ -221,7 +231,15 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT, device: torch.
             raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
         return int(options.stage)
     me = dht.identity.peer_id
-    myself = PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING, too_large=context.too_large)
+    up, down = context.lent_bytes_per_s
+    myself = PeerView(
+        peer_id=me,
+        stage=UNDECIDED,
+        state=PeerState.JOINING,
+        too_large=context.too_large,
+        upload_bytes_per_s=up,
+        download_bytes_per_s=down,
+    )
     directory = Directory(
         manifest=resolved.manifest,
         dht=dht,
@@ -234,6 +252,7 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT, device: torch.
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
     view = await directory.refresh_surely([*range(count), UNDECIDED])
-    choice = choose_stage(view, forward_flops(resolved), me, context.clock.monotonic_s())
+    traffic = stage_traffic(resolved)
+    choice = choose_stage(view, forward_flops(resolved), me, context.clock.monotonic_s(), traffic)
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return choice.stage

@@ -12,10 +12,11 @@ from typing import Any
 import anyio
 import pytest
 
+from swarm_peer.runtime.context import BYTES_PER_BYTE
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network import frame_stream
 from swarm_peer.runtime.network.frame_stream import SMALL_FRAME_BYTES, FrameStream
-from swarm_peer.runtime.network.link import BURST_S, BYTES_PER_BYTE, Bucket, Link
+from swarm_peer.runtime.network.link import BURST_S, Bucket, Link
 
 RATE = 1e6
 # Of the event loop, until all tasks wait for the clock.

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-# Bytes that leave a machine for each byte of a call: what libp2p adds to encrypt and to share a connection (frames of
-# yamux, messages of Noise), and the headers of TCP and IP in packets of 1500 bytes (benchmarks/capped_link.py).
-BYTES_PER_BYTE = 1.07
+from swarm_peer.runtime.context import BYTES_PER_BYTE
+
 # Bytes of acknowledgements for each byte that comes the other way.
 ACKNOWLEDGED_PER_BYTE = 0.02
 # An idle link saves up so many seconds of its rate.
