@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,7 +28,7 @@ LOOK_S = 0.5
 LOOK_AT_USE_S = 2.0
 # Between two times that the bytes of a day are written down. A process that is killed has sent so much uncounted.
 KEEP_S = 5.0
-# Bytes that are sent between the decision to leave and the last microbatch, in seconds at the rate of late.
+# Between the decision to leave and the last microbatch, a peer sends about as much as in so many seconds before.
 ON_THE_WAY_S = 5.0
 
 
@@ -113,8 +114,8 @@ class Owner:
         self._uses: dict[Sight, str] = {}
         self._pause: Pause | None = None
         self._counted = 0
-        self._rate = 0.0  # bytes/s lately
-        self._looked_s = self._kept_s = context.clock.monotonic_s()
+        self._sent = deque[tuple[float, int]]()  # lately: when, and how many bytes
+        self._kept_s = context.clock.monotonic_s()
 
     async def run(self, condition: Callable[[], PeerCondition], obey: Callable[[Pause | None], None]) -> None:
         """Look again and again, until cancelled.
@@ -151,7 +152,7 @@ class Owner:
             is_told_to_pause=is_told,
             use=next(filter(None, self._uses.values()), ""),
             sent_bytes=self._count.sent_bytes,
-            leaving_bytes=condition.leaving_bytes + (0 if condition.is_at_rest else self._rate * ON_THE_WAY_S),
+            leaving_bytes=condition.leaving_bytes + (0 if condition.is_at_rest else self._sent_lately(now_s)),
         )
         if (pause := self._policy.decide(now_s, seen)) != self._pause:
             log.info("owner_wants pause=%s", "no" if pause is None else pause.words)
@@ -177,14 +178,16 @@ class Owner:
             await self._context.threads.run(self._count.keep, self._policy.spent_day or "")
 
     def _count_sent(self, today: str) -> None:
-        now_s, sent_bytes = self._context.clock.monotonic_s(), self._sent_bytes()
-        new_bytes, passed_s = sent_bytes - self._counted, now_s - self._looked_s
-        self._counted, self._looked_s = sent_bytes, now_s
-        if passed_s > 0:
-            # Of the last ten looks or so: bursts, such as averages, count for a while.
-            self._rate = max(new_bytes / passed_s, self._rate * 0.9)
+        sent_bytes = self._sent_bytes()
+        new_bytes, self._counted = sent_bytes - self._counted, sent_bytes
+        self._sent.append((self._context.clock.monotonic_s(), new_bytes))
         self._count.add(today, new_bytes)
         self._context.metrics.sent_today_bytes.set(self._count.sent_bytes)
+
+    def _sent_lately(self, now_s: float) -> int:
+        while self._sent and self._sent[0][0] < now_s - ON_THE_WAY_S:
+            self._sent.popleft()
+        return sum(num_bytes for _, num_bytes in self._sent)
 
     def _local(self) -> time.struct_time:
         return time.localtime(self._context.clock.unix_s())
