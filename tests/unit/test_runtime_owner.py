@@ -99,12 +99,12 @@ async def test_the_bytes_of_a_day_outlive_the_process(tmp_path: Path) -> None:
         return House(tmp_path, policy=policy, clock=clock)
 
     first = new_process(WallClock())
-    assert await first.look(sent_bytes=50_000_000) is None
-    assert await first.look(owners.KEEP_S) is None
+    assert await first.look(sent_bytes=40_000_000) is None
+    assert await first.look(600, 10_000_000) is None
     second = new_process(first.clock)
     assert second.count.sent_bytes == 50_000_000
-    assert await second.look(600, 40_000_000) is None
-    spent = await second.look(600, 9_000_000)
+    assert await second.look(600, 20_000_000) is None
+    spent = await second.look(600, 15_000_000)
     assert spent is not None
     assert spent.reason is Reason.DAILY_LIMIT
     second.condition = replace(SERVING, state="paused", is_at_rest=True)
@@ -118,8 +118,9 @@ async def test_the_bytes_of_a_day_outlive_the_process(tmp_path: Path) -> None:
 async def test_it_leaves_early_enough_for_what_it_still_has_to_hand_over(tmp_path: Path) -> None:
     house = House(tmp_path, policy=OwnerPolicy(max_sent_bytes_per_day=100e6))
     house.condition = replace(SERVING, leaving_bytes=20_000_000)
-    assert await house.look(60, 60_000_000) is None, "at 1 MB/s, and 5 s until it is gone"
-    assert (await house.look(20, 15_000_000)) is not None
+    assert await house.look(60, 38_000_000) is None, "as much again as it has just sent, and what it hands over"
+    assert await house.look(60, 15_000_000) is None
+    assert await house.look(1, 5_000_000) is not None
 
 
 async def test_bytes_before_midnight_are_of_the_day_before(tmp_path: Path) -> None:
