@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio.to_thread
 import pytest
-from swarm import LiveSwarm, run_swarm
+from swarm import LiveSwarm, forked_peer, run_swarm
 from test_comings_and_goings import check_equals_one_process, manifest_of
 
+from coordinator.run.local_peers import Launch, Process
 from swarm_peer.commands.pause import pause, resume
+from swarm_peer.runtime.host.identities import KeptFile, state_folder
+from swarm_peer.runtime.owner import DailyCount
+from swarm_peer.wire.identity import Identity
 
 # On loopback, from the owner's word to a stage that is served again.
 BACK_S = 5.0
@@ -70,5 +76,65 @@ def test_paused_peers_lose_nothing_hold_nothing_and_come_back(tmp_path: Path, ca
     assert all(entry["trainers"] == 0 for entry in stock), "models, optimizers and gradients are gone"
     said = capsys.readouterr().out
     print({what: [round(each, 2) for each in seconds] for what, seconds in took.items()}, stock)
-    assert said.count("its work is handed over, and its memory is free") == 4
+    assert said.count("paused by its owner; the device's memory is free") == 4
     assert len(re.findall(r"b\.1 \(….{8}\) of run test takes part again", said)) == 2
+
+
+def with_options(records: Path, fault: str) -> Launch:
+    """How peers are started whose owners give them options, behind their fault."""
+    fault, *more = fault.split(" ")
+    launch = forked_peer(records, fault)
+
+    def start(options: Sequence[str], log_file: Path, threads: int) -> Process:
+        return launch([*options, *more], log_file, threads)
+
+    return start
+
+
+def test_a_peer_with_few_bytes_a_day_leaves_in_time_and_comes_back_at_midnight(tmp_path: Path) -> None:
+    manifest = manifest_of(100, stages={"count": 2, "peers_to_start": 2})
+    megabytes, midnight_s = 3, 45
+    options = f"--max-upload-gb-per-day {megabytes / 1000}"
+    kept: list[DailyCount] = []
+
+    def count() -> DailyCount:
+        peer_id = Identity.load_or_create(tmp_path / "identities" / "thrifty").peer_id
+        return DailyCount(KeptFile(state_folder() / f"sent-{peer_id}"))
+
+    async def script(swarm: LiveSwarm) -> None:
+        swarm.start(1, "thrifty", f"midnight:1:{midnight_s} {options}")
+        await swarm.until(lambda: "serving stage=1" in swarm.log("thrifty"), "it serves")
+        await swarm.until(lambda: "paused stage=1 reason=paused until 00:00" in swarm.log("thrifty"), "it has left")
+        await swarm.until(lambda: count().spent_day == count().day != "", "its count is kept")
+        kept.append(count())
+        # Another process of the same peer, on the same day: it does not serve at all.
+        swarm.kill("thrifty")
+        shutil.copy(tmp_path / "identities" / "thrifty", tmp_path / "identities" / "again")
+        swarm.start(1, "again", f"midnight:1:20 {options}")
+        await swarm.until(lambda: "paused stage=1" in swarm.log("again"), "it is paused from the beginning")
+        assert "serving stage=" not in swarm.log("again")
+        await swarm.until(lambda: "serving stage=1" in swarm.log("again"), "it is back after midnight")
+
+    run = run_swarm(manifest, [2, 2], tmp_path, script=script, launch=with_options)
+    check_equals_one_process(run, manifest)
+    assert "samples_lost" not in run.logs()
+    [count_of_day] = kept
+    print(f"sent {count_of_day.sent_bytes} bytes of {megabytes} MB")
+    assert 0.4 * megabytes * 1e6 < count_of_day.sent_bytes < megabytes * 1e6
+
+
+def test_a_run_waits_for_the_last_peer_of_a_stage_while_its_owner_has_it(tmp_path: Path) -> None:
+    """It goes on from a snapshot then; nothing counts twice."""
+    manifest = manifest_of(20, recovery={"snapshot_every": 5})
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(7)
+        await anyio.to_thread.run_sync(pause, "1.0")
+        await swarm.until(lambda: swarm.service.watch.view.empty_stages() == [1], "the stage is seen to be empty")
+        await anyio.to_thread.run_sync(resume, "1.0")
+        await swarm.until(lambda: swarm.log("1.0").count("serving stage=1") == 2, "it is back")
+
+    run = run_swarm(manifest, [1, 1], tmp_path, script=script)
+    check_equals_one_process(run, manifest)
+    assert "leaves_alone stage=1" in run.logs()
+    assert "run_rewound" in run.logs()

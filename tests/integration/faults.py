@@ -15,6 +15,7 @@ NUMBER says at which occurrence, from 1. Kinds:
 * device-breaks: at the NUMBERth forward pass the GPU fails, and from then on at all that it is asked for
 * little-memory: the GPU gives the peer NUMBER megabytes
 * stock: no fault: a paused peer notes what it still holds
+* midnight: no fault: it comes in SECONDS, by this peer's time zone
 * moves: no fault: the peer is assigned to another stage NUMBER times, at most once in a round, and notes what it uses
 """
 
@@ -294,6 +295,15 @@ def _stock(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     PeerFiles.show = take_stock  # type: ignore[method-assign]
 
 
+def _midnight(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    local = time.localtime()
+    past_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec - local.tm_gmtoff
+    west_s = (past_s + seconds) % (24 * 3600)
+    os.environ["TZ"] = f"NOWHERE+{west_s // 3600:.0f}:{west_s % 3600 // 60:.0f}:{west_s % 60:.0f}"
+    time.tzset()
+    strike(time.strftime("%H:%M:%S"))
+
+
 def _device_breaks(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     """A kernel fails an assertion: from then on, all that this process asks of the GPU fails."""
 
@@ -333,6 +343,7 @@ _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "clock": _clock,
     "moves": _moves,
     "stock": _stock,
+    "midnight": _midnight,
     "device-breaks": _device_breaks,
     "little-memory": _little_memory,
 }

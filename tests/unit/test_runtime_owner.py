@@ -292,7 +292,7 @@ def test_the_commands_wait_and_say_what_has_become_of_each_peer(
     monkeypatch.setattr(commands.time, "sleep", lambda _: [peer.look() for peer in (anna, bert)])
     commands.pause("anna")
     assert capsys.readouterr().out == (
-        "anna (…aaaaaaaa) of run demo: paused by its owner; its work is handed over, and its memory is free\n"
+        "anna (…aaaaaaaa) of run demo: paused by its owner; the device's memory is free\n"
     )
     commands.resume()
     assert sorted(capsys.readouterr().out.splitlines()) == [
