@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
 import anyio
 
+from swarm_peer.errors import NotServing
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import Clock
+from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.wire.messages import Body
 
 # The states that each state may be followed by. A stay in a stage goes from JOINING to LEFT; others may take a peer's
 # place from it meanwhile, also while it drains for a move, so that it joins again.
@@ -107,3 +114,14 @@ class Lifecycle:
     def explain(self, note: str) -> None:
         """Note why this peer does not serve yet; announcements carry the note."""
         self.note = note
+
+
+def refusing(calls: Mapping[type[Body], Handler], lifecycle: Lifecycle) -> dict[type[Body], Handler]:
+    """The same handlers, which give nothing while the owner has the peer paused: the link is the owner's, too."""
+
+    async def give(handle: Handler, caller: str, call: Any, tensors: Sequence[memoryview]) -> Reply:
+        if lifecycle.is_paused:
+            raise NotServing(f"this peer is {lifecycle.pause_note}")
+        return await handle(caller, call, tensors)
+
+    return {call: partial(give, handle) for call, handle in calls.items()}

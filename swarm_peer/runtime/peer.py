@@ -20,7 +20,7 @@ from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
-from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.lifecycle import Lifecycle, refusing
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.agreement import Agreement, find_epochs, ticket_of
 from swarm_peer.runtime.network.assignments import wait_for_end
@@ -226,7 +226,8 @@ class Peer:
             members=self._whom_to_ask,
             explain=self._lifecycle.explain,
         )
-        self._dispatcher.add(None, snapshots.calls | agreement.calls | base.giver.calls)
+        large = refusing(snapshots.calls | base.giver.calls, self._lifecycle)
+        self._dispatcher.add(None, agreement.calls | large)
         parts = PeerParts(
             context=context,
             device=self._device,

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import anyio.to_thread
 import pytest
-from swarm import LiveSwarm, forked_peer, run_swarm
+from swarm import LLAMA, LiveSwarm, forked_peer, run_swarm, without_data_dir
 from test_comings_and_goings import check_equals_one_process, manifest_of
+from tiny_adapters import write_base
 
 from coordinator.run.local_peers import Launch, Process
+from coordinator.run.shared_base import with_base
 from swarm_peer.commands.pause import pause, resume
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.runtime.host.identities import KeptFile, state_folder
 from swarm_peer.runtime.owner import DailyCount
 from swarm_peer.wire.identity import Identity
@@ -138,3 +141,31 @@ def test_a_run_waits_for_the_last_peer_of_a_stage_while_its_owner_has_it(tmp_pat
     check_equals_one_process(run, manifest)
     assert "leaves_alone stage=1" in run.logs()
     assert "run_rewound" in run.logs()
+
+
+def test_a_peer_that_comes_back_does_not_download_its_base_again(tmp_path: Path) -> None:
+    written = write_base(LLAMA, tmp_path / "base")
+    manifest = manifest_of(
+        30,
+        model={"config": LLAMA, "pretrained": str(written), "adapter": {"rank": 4, "alpha": 8}, "base": "nf4"},
+        data={"foreign_tokenizer": True},
+        stages={"count": 2, "peers_to_start": 2},
+    )
+    resolved, base = with_base(ResolvedManifest.of(manifest), None)
+
+    async def script(swarm: LiveSwarm) -> None:
+        await swarm.reached(4)
+        downloads = swarm.log("1.0").count("base_downloaded")
+        assert downloads > 0
+        await anyio.to_thread.run_sync(pause, "1.0")
+        await swarm.reached(swarm.optimizer_step + 3)
+        began_s = time.monotonic()
+        await anyio.to_thread.run_sync(resume, "1.0")
+        await swarm.until(lambda: swarm.log("1.0").count("serving stage=1") == 2, "it is back")
+        assert time.monotonic() - began_s < BACK_S
+        assert swarm.log("1.0").count("base_downloaded") == downloads
+
+    (folder := tmp_path / "run").mkdir()
+    run = run_swarm(resolved.manifest, [2, 2], folder, script=script, launch=without_data_dir, base=base)
+    check_equals_one_process(run, resolved.manifest)
+    assert "samples_lost" not in run.logs()

@@ -1,8 +1,9 @@
 import pytest
 from contexts import MovedClock
 
+from swarm_peer.errors import NotServing
 from swarm_peer.policy.view import PeerState
-from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle
+from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle, refusing
 
 
 @pytest.fixture
@@ -94,3 +95,16 @@ def test_who_is_told_to_end_is_paused_no_more(lifecycle):
     assert lifecycle.halted.is_set()
     lifecycle.pause("paused by its owner")
     assert lifecycle.resumed.is_set(), "nobody waits for an owner any more"
+
+
+async def test_a_paused_peer_gives_nothing_large(lifecycle):
+    async def handle(caller, call, tensors):
+        return caller, call, tensors
+
+    [give] = refusing({str: handle}, lifecycle).values()
+    assert await give("a", "call", ()) == ("a", "call", ())
+    lifecycle.pause("paused until 22:00 (hours)")
+    with pytest.raises(NotServing, match=r"this peer is paused until 22:00 \(hours\)"):
+        await give("a", "call", ())
+    lifecycle.resume()
+    assert await give("a", "call", ()) == ("a", "call", ())

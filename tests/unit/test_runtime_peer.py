@@ -340,7 +340,7 @@ def test_a_replica_announces_the_worst_of_its_troubles(state, is_told):
     replica._peer = SimpleNamespace(agreement=SimpleNamespace(core=SimpleNamespace(membership=SimpleNamespace(me=me))))
     core = SimpleNamespace(
         admission=SimpleNamespace(admitted=0, held=0),
-        speed=SimpleNamespace(samples_per_s=1.0),
+        speed=SimpleNamespace(samples_per_s=1.0, device_samples_per_s=1.0, is_limited=False),
         time=SimpleNamespace(shares=lambda: None),
         rounds=SimpleNamespace(step=StepState()),
     )
