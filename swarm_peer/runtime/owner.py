@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import anyio
 from swarm_peer.policy.owner import OwnerPolicy, Pause, Reason, Seen
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.host.identities import KeptFile
+from swarm_peer.runtime.host.machine import local_time
 from swarm_peer.runtime.host.running_peers import PeerFiles, RunningPeer
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class PeerCondition:
     leaving_bytes: int
 
 
-class Sight(Protocol):
+class UseSight(Protocol):
     """One way to see what else uses the machine."""
 
     def look(self) -> str:
@@ -97,7 +96,7 @@ class Owner:
         count: DailyCount,
         sent_bytes: Callable[[], int],
         files: PeerFiles | None,
-        sights: Sequence[Sight] = (),
+        sights: Sequence[UseSight] = (),
     ):
         """Make an owner who has not looked yet.
 
@@ -111,7 +110,7 @@ class Owner:
         self._sent_bytes = sent_bytes
         self._files = files
         self._sights = sights
-        self._uses: dict[Sight, str] = {}
+        self._uses: dict[UseSight, str] = {}
         self._pause: Pause | None = None
         self._counted = 0
         self._sent = deque[tuple[float, int]]()  # lately: when, and how many bytes
@@ -132,23 +131,23 @@ class Owner:
                     await self._look(condition(), obey)
                     await anyio.sleep(LOOK_S)
         finally:
-            self._count_sent(self._today())
+            self._count_sent(self._local()[0])
             self._count.keep(self._policy.spent_day or "")
 
-    async def _watch(self, sight: Sight) -> None:
+    async def _watch(self, sight: UseSight) -> None:
         while True:
             self._uses[sight] = await self._context.threads.run(sight.look, abandon_on_cancel=True)
             await anyio.sleep(LOOK_AT_USE_S)
 
     async def _look(self, condition: PeerCondition, obey: Callable[[Pause | None], None]) -> None:
-        now_s, local, today = self._context.clock.monotonic_s(), self._local(), self._today()
+        now_s, (today, second) = self._context.clock.monotonic_s(), self._local()
         is_told = False
         if self._files is not None:
             is_told = await self._context.threads.run(self._files.is_told_to_pause)
         self._count_sent(today)
         seen = Seen(
             day=today,
-            second=local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec,
+            second=second,
             is_told_to_pause=is_told,
             use=next(filter(None, self._uses.values()), ""),
             sent_bytes=self._count.sent_bytes,
@@ -166,7 +165,6 @@ class Owner:
                 peer_id=self._context.identity.peer_id,
                 name=self._context.options.name or "",
                 run=self._context.resolved.manifest.name,
-                pid=os.getpid(),
                 stage=condition.stage,
                 state=condition.state,
                 note=condition.note,
@@ -189,8 +187,5 @@ class Owner:
             self._sent.popleft()
         return sum(num_bytes for _, num_bytes in self._sent)
 
-    def _local(self) -> time.struct_time:
-        return time.localtime(self._context.clock.unix_s())
-
-    def _today(self) -> str:
-        return time.strftime("%Y-%m-%d", self._local())
+    def _local(self) -> tuple[str, int]:
+        return local_time(self._context.clock.unix_s())

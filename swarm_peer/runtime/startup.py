@@ -152,7 +152,7 @@ async def _take_part(
 ) -> None:
     """Serve a stage, and then others, as long as the owner of the machine lets the peer."""
     options, metrics = context.options, context.metrics
-    link = Link.of(options.max_upload_mbps, options.max_download_mbps)
+    link = Link.of(options.max_upload_mbps, options.max_download_mbps, context.clock)
     payload_bytes = _max_payload_bytes(context.resolved)
     async with (
         P2PTransport.open(

@@ -174,7 +174,7 @@ from pathlib import Path
 from swarm_peer.runtime.host.running_peers import RunningPeer, shown
 folder, peer, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with shown(folder, peer) as files:
-    rest = dict(name=name, run="demo", pid=1, stage=0)
+    rest = dict(name=name, run="demo", stage=0)
     files.show(RunningPeer(peer_id=peer, state="serving", note="", is_at_rest=False, **rest))
     print("there", flush=True)
     for line in sys.stdin:
@@ -266,9 +266,7 @@ def test_where_nothing_can_be_written_a_peer_runs_all_the_same(
 
 
 def of(peer_id: str, name: str) -> RunningPeer:
-    return RunningPeer(
-        peer_id=peer_id, name=name, run="demo", pid=1, stage=0, state="serving", note="", is_at_rest=False
-    )
+    return RunningPeer(peer_id=peer_id, name=name, run="demo", stage=0, state="serving", note="", is_at_rest=False)
 
 
 def test_peers_are_named_by_name_or_by_the_end_of_their_id() -> None:

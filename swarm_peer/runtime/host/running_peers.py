@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from swarm_peer.errors import UserError
@@ -44,11 +44,11 @@ class RunningPeer:
     peer_id: str
     name: str
     run: str
-    pid: int
     stage: int
     state: str
     note: str
     is_at_rest: bool
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def who(self) -> str:
@@ -109,7 +109,7 @@ def running_peers(folder: Path) -> list[RunningPeer]:
             if (lock := locked(folder, path.stem)) is not None:  # its process is gone
                 lock.close()
                 continue
-            found.append(RunningPeer(**json.loads(path.read_text())))
+            found.append(RunningPeer(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):  # it is ending, or is of another version
             continue
     return sorted(found, key=lambda peer: (peer.name, peer.peer_id))

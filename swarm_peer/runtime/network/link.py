@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
 
-from swarm_peer.runtime.context import BYTES_PER_BYTE
+from swarm_peer.runtime.context import BYTES_PER_BYTE, Clock
 
 # Bytes of acknowledgements for each byte that comes the other way.
 ACKNOWLEDGED_PER_BYTE = 0.02
@@ -44,6 +43,9 @@ class Turn:
 class Bucket:
     """One direction of a link. Belongs to the event loop's thread.
 
+    Args:
+        bytes_per_s: without a limit it needs no clock
+
     Attributes:
         piece_bytes: the most that a frame asks for at once
     """
@@ -51,7 +53,7 @@ class Bucket:
     def __init__(
         self,
         bytes_per_s: float = math.inf,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] = lambda: 0.0,
         sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
     ):
         self._bytes_per_s = bytes_per_s
@@ -119,10 +121,10 @@ class Link:
     received_bytes: float = field(init=False, default=0.0)
 
     @classmethod
-    def of(cls, upload_mbps: float | None, download_mbps: float | None) -> Link:
+    def of(cls, upload_mbps: float | None, download_mbps: float | None, clock: Clock) -> Link:
         """A link whose directions have at most so many megabits per second; None for any number."""
         upload, download = (math.inf if mbps is None else mbps * 1e6 / 8 for mbps in (upload_mbps, download_mbps))
-        return cls(upload=Bucket(upload), download=Bucket(download))
+        return cls(upload=Bucket(upload, clock.monotonic_s), download=Bucket(download, clock.monotonic_s))
 
     def send_now(self, num_bytes: int) -> None:
         """Let a small frame out."""
