@@ -4,9 +4,9 @@
 
 Two stages with two peers each, on machines of a box of links at 100 Mb/s and 10 ms (links.py), with real packets of at
 most 1500 bytes; one peer of the second stage has a cap. Its device could do several times what its link lets through.
-Half-way a newcomer comes into its stage and downloads the state. Prints a JSON object: megabits per second of the
-capped peer's network device, in and out, by minute, as /proc/net/dev counts packets with the headers of TCP and IP.
-Linux, and root, only.
+Half-way a newcomer comes into each stage and downloads the state. At the end the owner pauses the peer for a while.
+Prints a JSON object: megabits per second of the capped peer's network device, in and out, by half minute, as
+/proc/net/dev counts packets with the headers of TCP and IP. Linux, and root, only.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 from links import Box, LinkOptions, box, enter_namespace
 from wan_swarm import PROGRAM, troubles
 from wan_workload import Workload
@@ -34,10 +35,12 @@ from forks import fork
 from swarm import LiveSwarm, SwarmStopped, run_swarm
 
 from coordinator.run.local_peers import LOOPBACK, Launch
+from swarm_peer.commands.pause import pause
 
 CAPPED = "capped.1"
 METRICS_PORT = 9100
 SAMPLE_S = 5.0
+PAUSED_S = 60.0
 LINKS = LinkOptions(latency_s=0.01, bytes_per_s=100e6 / 8)
 WORKLOAD = Workload(
     num_stages=2,
@@ -108,22 +111,35 @@ class Measurement:
             steps.append(swarm.optimizer_step)
             if not newcomer and looks[-1][0] - looks[0][0] > self._seconds / 2:
                 newcomer = True
-                swarm.start(1, "late.1", "")
+                for stage in range(2):
+                    swarm.start(stage, f"late.{stage}", "")
+        found = troubles(swarm.log(name) for name in (*names, "late.0", "late.1"))
+        await anyio.to_thread.run_sync(pause, CAPPED)
+        paused = [self._now()]
+        await anyio.sleep(PAUSED_S)
+        paused.append(self._now())
         self.figures = summarise(looks) | {
+            "paused_kbps_out": round(1000 * rate(paused[0], paused[1], 2)),
+            "paused_kbps_in": round(1000 * rate(paused[0], paused[1], 1)),
             "steps": steps[-1] - steps[0],
             "newcomer_serves": "serving stage=1" in swarm.log("late.1"),
-            "troubles": dict(troubles(swarm.log(name) for name in (*names, "late.1"))),
+            "troubles": dict(found),
         }
-        for name in (*names, "late.1"):
+        for name in (*names, "late.0", "late.1"):
             swarm.kill(name)
         raise SwarmStopped
+
+
+def rate(first: tuple[float, ...], last: tuple[float, ...], at: int) -> float:
+    """Megabits per second of one of the counts, between two looks."""
+    return (last[at] - first[at]) * 8 / 1e6 / (last[0] - first[0])
 
 
 def summarise(looks: list[tuple[float, ...]]) -> dict[str, Any]:
     """Rates between looks, in Mb/s, and how many bytes the kernel counts for each of the calls'."""
 
     def mbps(first: tuple[float, ...], last: tuple[float, ...], at: int) -> float:
-        return round((last[at] - first[at]) * 8 / 1e6 / (last[0] - first[0]), 2)
+        return round(rate(first, last, at), 2)
 
     first, last = looks[0], looks[-1]
     per_minute = max(1, round(30 / SAMPLE_S))
@@ -141,7 +157,7 @@ def summarise(looks: list[tuple[float, ...]]) -> dict[str, Any]:
 
 def measure(caps: list[str], seconds: float, keep: Path | None) -> dict[str, Any]:
     """Run the swarm, and return the figures."""
-    with tempfile.TemporaryDirectory(prefix="swarm-cap-") as name, box(6, LINKS) as network:
+    with tempfile.TemporaryDirectory(prefix="swarm-cap-") as name, box(7, LINKS) as network:
         enter_namespace(network.machines[0].namespace)
         measurement = Measurement(network, caps, seconds)
         launch: Callable[[Path, str], Launch] = measurement.launch

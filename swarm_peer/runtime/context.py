@@ -21,7 +21,7 @@ from swarm_peer.wire.identity import Identity
 
 # Bytes that leave a machine for each byte of a call: what libp2p adds to encrypt and to share a connection (frames of
 # yamux, messages of Noise), and the headers of TCP and IP in packets of 1500 bytes (benchmarks/capped_link.py).
-BYTES_PER_BYTE = 1.07
+BYTES_PER_BYTE = 1.06
 
 if TYPE_CHECKING:  # observers read clocks and have no models
     from swarm_peer.model.resolved import ResolvedManifest

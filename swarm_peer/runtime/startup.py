@@ -23,6 +23,7 @@ from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.host.connections import count_connections
 from swarm_peer.runtime.host.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
@@ -160,7 +161,9 @@ async def _take_part(
         ) as transport,
         signals_set(ended := anyio.Event()),
         _owner_of(context, device, link) as owner,
+        anyio.create_task_group() as tasks,
     ):
+        tasks.start_soon(count_connections, dht.daemon_pid, link.settle)
         peer = Peer(
             context=context,
             dht=dht,
@@ -171,6 +174,7 @@ async def _take_part(
             counted=counted,
         )
         await peer.run(stage, ended)
+        tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager

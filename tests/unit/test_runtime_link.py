@@ -179,3 +179,18 @@ async def test_a_message_waits_for_the_frame_that_is_under_way_alone(clock: Slee
         while "small" not in order:
             await clock.sleep(0.01)
         assert clock.now_s - asked_s < 1.2 * 2 * large / RATE, "one frame of this stream, and what was under way"
+
+
+async def test_what_the_kernel_counts_beyond_the_calls_is_made_up_for(clock: SleepingClock) -> None:
+    link = Link(upload=clock.bucket())
+    link.settle(1000, 5000)
+    assert (link.sent_bytes, link.received_bytes) == (0, 0), "before this peer had a link"
+    link.send_now(10_000)
+    charged = link.sent_bytes
+    link.settle(1000 + 9_000, 5000)
+    assert link.sent_bytes == charged, "the rest is on its way"
+    link.settle(1000 + 2_000_000, 5000 + 3_000_000)
+    assert (link.sent_bytes, link.received_bytes) == (2_000_000, 3_000_000)
+    with link.upload.turn() as turn:
+        await link.upload.take(1, turn)
+    assert clock.now_s == pytest.approx(2.0 - BURST_S, rel=0.05)

@@ -112,13 +112,15 @@ class Link:
     """Both directions of this peer's link, for all its streams.
 
     Attributes:
-        sent_bytes, received_bytes: on the wire so far, by the measured overhead of libp2p and TCP
+        sent_bytes, received_bytes: on the wire so far, by the measured overhead of libp2p and TCP, or as the kernel
+            counts where that is more
     """
 
     upload: Bucket = field(default_factory=Bucket)
     download: Bucket = field(default_factory=Bucket)
     sent_bytes: float = field(init=False, default=0.0)
     received_bytes: float = field(init=False, default=0.0)
+    _before: tuple[float, float] | None = field(init=False, default=None)
 
     @classmethod
     def of(cls, upload_mbps: float | None, download_mbps: float | None, clock: Clock) -> Link:
@@ -141,6 +143,23 @@ class Link:
     async def receive(self, num_bytes: int, turn: Turn) -> None:
         """Wait until a piece of a large frame may be read; TCP has its sender wait meanwhile."""
         await self.download.take(self._receives(num_bytes), turn)
+
+    def settle(self, sent_bytes: int, received_bytes: int) -> None:
+        """Have the calls make up for bytes that the kernel has counted beyond them, such as those of the DHT.
+
+        Bytes of calls that it has not counted yet are on their way.
+
+        Args:
+            sent_bytes, received_bytes: on the wire so far; where that begins does not matter
+        """
+        if self._before is None:
+            self._before = sent_bytes - self.sent_bytes, received_bytes - self.received_bytes
+        more = max(0.0, sent_bytes - self._before[0] - self.sent_bytes)
+        self.upload.spend(more)
+        self.sent_bytes += more
+        more = max(0.0, received_bytes - self._before[1] - self.received_bytes)
+        self.download.spend(more)
+        self.received_bytes += more
 
     def _sends(self, num_bytes: int) -> float:
         self.download.spend(num_bytes * ACKNOWLEDGED_PER_BYTE)
