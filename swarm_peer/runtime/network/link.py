@@ -19,6 +19,8 @@ from swarm_peer.runtime.context import BYTES_PER_BYTE, Clock
 
 # Bytes of acknowledgements for each byte that comes the other way.
 ACKNOWLEDGED_PER_BYTE = 0.02
+# Of what the owner lends: the kernel's counts come a second late.
+USED_SHARE = 0.985
 # An idle link saves up so many seconds of its rate.
 BURST_S = 0.1
 # Bytes that pass in one piece take so many seconds, so that frames take turns.
@@ -125,7 +127,8 @@ class Link:
     @classmethod
     def of(cls, upload_mbps: float | None, download_mbps: float | None, clock: Clock) -> Link:
         """A link whose directions have at most so many megabits per second; None for any number."""
-        upload, download = (math.inf if mbps is None else mbps * 1e6 / 8 for mbps in (upload_mbps, download_mbps))
+        given = (upload_mbps, download_mbps)
+        upload, download = (math.inf if mbps is None else USED_SHARE * mbps * 1e6 / 8 for mbps in given)
         return cls(upload=Bucket(upload, clock.monotonic_s), download=Bucket(download, clock.monotonic_s))
 
     def send_now(self, num_bytes: int) -> None:

@@ -19,6 +19,7 @@ from swarm_peer.protocol.log import MAX_GUESTS, Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.network.frame_stream import SLOWEST_BYTES_PER_S
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.wire.codecs import bytes_of
@@ -116,7 +117,8 @@ class Giving:
         for offset in range(0, len(data), CHUNK_BYTES):
             call = GiveCall(manifest=self._context.resolved.hash, stage=self._stage, offset=offset, num_bytes=len(data))
             chunk = data[offset : offset + CHUNK_BYTES]
-            await self._transport.call(mate, call, (statement, chunk), timeout_s=CALL_TIMEOUT_S)
+            timeout_s = CALL_TIMEOUT_S + len(chunk) / SLOWEST_BYTES_PER_S
+            await self._transport.call(mate, call, (statement, chunk), timeout_s=timeout_s)
 
     # --- the taking side
 
