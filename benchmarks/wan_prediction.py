@@ -9,8 +9,8 @@ from wan_workload import Workload
 
 from coordinator.planning.link_choices import step_settings
 from coordinator.planning.peers_file import AVERAGING_GAIN, USUAL_LINK_UTILISATION
-from coordinator.planning.stage_work import hop_bytes
 from swarm_peer.codecs import find_codec
+from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.performance_model import Predictor
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.stage_memory import StageMemory

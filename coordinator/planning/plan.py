@@ -13,11 +13,12 @@ from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
 from coordinator.planning.link_choices import link_choices, step_settings
-from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, hop_bytes, stage_works, widened_layer_flops
+from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, stage_works, widened_layer_flops
 from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
+from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.automatic import predict_automatic
 from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Change, Option, Plan, plan, smallest_fitting

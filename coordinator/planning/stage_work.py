@@ -11,8 +11,8 @@ from swarm_peer.model.costs import BACKWARD_PER_FORWARD, FROZEN_BACKWARD_PER_FOR
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.resources import StageWork
-from swarm_peer.wire.codecs import encoded_bytes
 
 # Plans are for GPUs, whose memory holds nothing but what trains.
 DEVICE_TYPE = "cuda"
@@ -64,11 +64,6 @@ def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) 
         memory=costs.memory,
         host_bytes=costs.host_bytes,
     )
-
-
-def hop_bytes(length: int, hidden_size: int, codec: str, with_tokens: bool = True) -> float:
-    """Bytes of one sample at one boundary; its T + 1 token ids travel with the activations."""
-    return encoded_bytes((length, hidden_size), codec) + (4.0 * (length + 1) if with_tokens else 0.0)
 
 
 def widened_layer_flops(manifest: RunManifest, factor: int) -> tuple[int, float]:
