@@ -187,7 +187,15 @@ class Meetings:
                 pause_s = AGAIN_S[min(self._failures[name], len(AGAIN_S) - 1)]
                 self._failures[name] += 1
                 self._not_before_s[name] = anyio.current_time() + pause_s
-                log.info("no_way peer=%s again_s=%.0f reason=%s", name, pause_s, error)
+                # Such a peer may only have gone: its announcement lasts some seconds longer.
+                log.log(
+                    logging.WARNING if self._failures[name] == len(AGAIN_S) else logging.INFO,
+                    "no_way peer=%s again_s=%.0f reason=%s: forward the port of this machine's router or of that "
+                    "one's, or have a member that both reach carry their connection (--relay-mbps)",
+                    name,
+                    pause_s,
+                    error,
+                )
             else:
                 del self._failures[name]
                 log.info("way_found peer=%s way=%s", name, how)
