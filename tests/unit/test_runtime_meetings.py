@@ -141,6 +141,13 @@ class Client:
         self.opened = []
         self.can_be_dialled = {HELP: True}.get
         self.num_carried = 0
+        self.redialled = []
+
+    async def disconnect(self, other):
+        self.redialled.append("disconnect")
+
+    async def dial(self, other):
+        self.redialled.append("dial")
 
     def carried(self, num_bytes):
         self.num_carried += num_bytes
@@ -260,3 +267,16 @@ async def test_bytes_pass_both_ways_at_a_rate_and_one_end_ends_both():
         assert await ends[3].reader.read() == b""
     assert sum(taken) == 50_004
     ends[3].writer.close()
+
+
+async def test_a_carried_connection_gives_way_to_a_direct_one_and_not_again_and_again(monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
+    net = Net(opens=False)
+    async with net.running() as nodes:
+        await nodes[A].reach(B, [])
+        await nodes[A]._improve()
+        assert not nodes[A]._p2p.redialled, "nobody can dial it"
+        nodes[A]._p2p.can_be_dialled = {HELP: True, B: True}.get
+        await nodes[A]._improve()
+        await nodes[A]._improve()
+        assert nodes[A]._p2p.redialled == ["disconnect", "dial"]

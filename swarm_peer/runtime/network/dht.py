@@ -190,7 +190,7 @@ class SwarmDHT:
     def carried_bytes_per_s(self, peer_id: str) -> float:
         """The bytes a second that a connection to a peer has if another node carries it; else inf."""
         carrier = self._carriers.get(peer_id)
-        return math.inf if carrier is None else carrier.bytes_per_s
+        return math.inf if carrier is None else max(1.0, carrier.bytes_per_s)  # as the carrier says
 
     async def _rejoin(self) -> None:
         """Call peers that the routing table has lost.

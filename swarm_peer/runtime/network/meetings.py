@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -52,6 +53,8 @@ CONNECT_S = 8.0
 AGAIN_S = (15.0, 30.0, 60.0, 120.0)
 # Between looks whether a node that is reached through a relay can be dialled by now.
 IMPROVE_S = 10.0
+# A direct way that was not there is looked for again after so long: each time, calls under way are made again.
+BETTER_AGAIN_S = 900.0
 # Wishes that this node sees to at a time, and those of one other.
 MOST_HELPED = 64
 MOST_HELPED_EACH = 8
@@ -113,6 +116,7 @@ class Meetings:
         self._searches: dict[str, anyio.Event] = {}
         self._failures: Counter[str] = Counter()
         self._not_before_s: dict[str, float] = {}
+        self._improved_s: dict[str, float] = {}
         self._helped: Counter[str] = Counter()
         self._num_relayed = 0
         self._relayed = Rate(relay_bytes_per_s or 1.0, self._count)
@@ -135,8 +139,11 @@ class Meetings:
 
         Calls that are under way there fail, as if the relay had gone, and are made again.
         """
+        now_s = anyio.current_time()
         for name, carrier in list(self.carriers.items()):
-            if self._p2p.can_be_dialled(name):
+            # Some routers are open to those alone who told the node that its port is open.
+            if self._p2p.can_be_dialled(name) and now_s >= self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
+                self._improved_s[name] = now_s
                 log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
                 try:
                     with on_network(CONNECT_S, errors=(Exception,)):
@@ -158,6 +165,8 @@ class Meetings:
                     await serve(peer_id, seen, ends)
                 except CallError as error:
                     log.debug("not_helped peer=%s reason=%s", peer_id, error)
+                except Exception:  # a defect of this program must not end the ways of others
+                    log.exception("help_failed peer=%s", peer_id)
 
         return handle
 
