@@ -312,10 +312,7 @@ class Peer:
         )
 
     def _obey_owner(self, pause: Pause | None) -> None:
-        if pause is not None:
-            self._lifecycle.pause(pause.words)
-        else:
-            self._lifecycle.resume()
+        self._lifecycle.resume() if pause is None else self._lifecycle.pause(pause.words)
 
     async def _keep_dialling(self) -> None:
         """While others cannot dial this peer, dial them: they call it over the connections that it has made."""
