@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import anyio
 import torch
@@ -285,9 +286,12 @@ class Peer:
         await self._context.threads.run(free_device_memory, self._device)
         log.warning("paused stage=%d reason=%s", stage, self._lifecycle.note)
         self._is_resting = True
-        await self._directory.announce()
-        async with self._directory.kept_fresh(range(self._manifest.stages.count)):
-            await self._lifecycle.resumed.wait()
+        while not self._lifecycle.resumed.is_set():
+            await self._directory.announce()
+            with suppress(CallError):  # seldom: it only has to know whom agreement may hear of
+                await self._directory.refresh(range(self._manifest.stages.count))
+            with anyio.move_on_after(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME):
+                await self._lifecycle.resumed.wait()
         self._is_resting = False
         if self._lifecycle.has_ended:
             await self._say_goodbye()
@@ -310,10 +314,7 @@ class Peer:
         )
 
     def _obey_owner(self, pause: Pause | None) -> None:
-        if pause is not None:
-            self._lifecycle.pause(pause.words)
-        else:
-            self._lifecycle.resume()
+        self._lifecycle.resume() if pause is None else self._lifecycle.pause(pause.words)
 
     async def _keep_dialling(self) -> None:
         """While others cannot dial this peer, dial them: they call it over the connections that it has made."""

@@ -146,7 +146,7 @@ def test_a_run_waits_for_the_last_peer_of_a_stage_while_its_owner_has_it(tmp_pat
 def test_a_peer_that_comes_back_does_not_download_its_base_again(tmp_path: Path) -> None:
     written = write_base(LLAMA, tmp_path / "base")
     manifest = manifest_of(
-        30,
+        18,
         model={"config": LLAMA, "pretrained": str(written), "adapter": {"rank": 4, "alpha": 8}, "base": "nf4"},
         data={"foreign_tokenizer": True},
         stages={"count": 2, "peers_to_start": 2},
