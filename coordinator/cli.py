@@ -12,7 +12,7 @@ from coordinator.commands.plan import plan
 from coordinator.commands.report import report
 from coordinator.commands.runs import baseline, local, serve
 from coordinator.commands.simulate import simulate
-from swarm_peer.cli import make_app, run_app
+from swarm_peer.cli import add_commands, make_app, run_app
 
 # Of each command, in the order of use.
 EXAMPLES: dict[Callable[..., None], str] = {
@@ -35,8 +35,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
 }
 
 app = make_app("swarm-coordinator", "More of each command:\n  swarm-coordinator serve --help")
-for command, example in EXAMPLES.items():
-    app.command(command, help_epilogue="Example:\n" + "".join(f"\n| {line}" for line in example.splitlines()))
+add_commands(app, EXAMPLES)
 
 run = run_app(app)
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import inf
 from types import FrameType
@@ -50,6 +50,13 @@ def make_app(name: str, examples: str) -> App:
     )
 
 
+def add_commands(application: App, examples: Mapping[Callable[..., None], str]) -> None:
+    """Give a program commands, each with its examples, a line each."""
+    for command, example in examples.items():
+        lines = "".join(f"\n| {line}" for line in example.splitlines())
+        application.command(command, help_epilogue="Example:\n" + lines)
+
+
 def _shown_default(value: object) -> str | None:
     """A default as it would be typed; None, which shows nothing, where it says nothing either."""
     if value is None or value is False or value in ((), inf):
@@ -57,11 +64,15 @@ def _shown_default(value: object) -> str | None:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+# Of each command beside joining a run, in the order of use. Without one of them in front, options are of joining.
+EXAMPLES: dict[Callable[..., None], str] = {}
+
 app = make_app(
     "swarm-peer",
     """Example, with the invite that swarm-coordinator prints:
   swarm-peer --initial-peers swarm-invite-lMQgavLkz0...""",
 )
+add_commands(app, EXAMPLES)
 
 
 @app.default

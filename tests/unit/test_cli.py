@@ -12,8 +12,10 @@ import sys
 import tempfile
 import warnings
 from itertools import pairwise
+from typing import Annotated
 
 import pytest
+from cyclopts import Parameter
 
 import coordinator.cli
 import swarm_peer.cli
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 ENTRIES = {"swarm-peer": swarm_peer.cli.run, "swarm-coordinator": coordinator.cli.run}
 COMMANDS = [
     ("swarm-peer",),
+    *(("swarm-peer", command.__name__.replace("_", "-")) for command in swarm_peer.cli.EXAMPLES),
     ("swarm-coordinator",),
     *(("swarm-coordinator", command.__name__.replace("_", "-")) for command in coordinator.cli.EXAMPLES),
 ]
@@ -372,6 +375,28 @@ def test_what_a_model_writes_commands_no_terminal(run, monkeypatch):
     monkeypatch.setattr(found_runs, "addresses_of_run", lambda run, initial_peers: ())
     code, out, _ = run("swarm-coordinator", "sample", "--prompt", "def", "--initial-peers", ADDRESS)
     assert (code, out) == (0, "def\tadd(a, b):\n[2J31m\u00e9\n")
+
+
+def test_a_command_stands_beside_what_a_program_does_without_one(monkeypatch, capsys):
+    called = []
+    app = swarm_peer.cli.make_app("swarm-peer", "")
+
+    @app.default
+    def join(*, names: Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]):
+        called.append(("join", names))
+
+    def look_around(name: str = "", /):
+        """Look around."""
+        called.append(("look-around", name))
+
+    swarm_peer.cli.add_commands(app, {look_around: "swarm-peer look-around\nswarm-peer look-around anna"})
+    for words in (["look-around"], ["look-around", "anna"], ["--names", "anna", "look-around"]):
+        monkeypatch.setattr(sys, "argv", ["swarm-peer", *words])
+        swarm_peer.cli.run_app(app)()
+    assert called == [("look-around", ""), ("look-around", "anna"), ("join", ("anna", "look-around"))]
+    monkeypatch.setattr(sys, "argv", ["swarm-peer", "look-around", "--help"])
+    swarm_peer.cli.run_app(app)()
+    assert "\nswarm-peer look-around\nswarm-peer look-around anna\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
