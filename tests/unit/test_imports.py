@@ -133,6 +133,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.errors",
         "swarm_peer.files",
         "swarm_peer.initial_peers",
+        "swarm_peer.logs",
         "swarm_peer.policy",
         "swarm_peer.protocol",
         "swarm_peer.token_marks",
