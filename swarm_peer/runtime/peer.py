@@ -29,6 +29,7 @@ from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.electorate import Electorate
 from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
+from swarm_peer.runtime.network.probing import ProbeGiver
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
@@ -94,7 +95,8 @@ class Peer:
         )
         dht.dial_by(self._directory.addresses_of)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
-        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
+        probes = ProbeGiver(context.clock)
+        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes.calls)
         self._mover: Mover | None = None
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._opens = UNDECIDED  # the stage of the replica that is being made

@@ -169,6 +169,11 @@ class SwarmDHT:
         return [f"{address}/p2p/{self.identity.peer_id}" for address in self._ways().addresses]
 
     @property
+    def ways(self) -> Ways:
+        """How others reach this node, as far as it knows."""
+        return self._ways()
+
+    @property
     def num_answers(self) -> int:
         """How often other nodes have answered. One that is cut off finds what it keeps itself, and stores it there."""
         return int(self._node.num_answers)
