@@ -26,6 +26,7 @@ from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
 from swarm_peer.runtime.network.peer_addresses import (
     CONNECT_TIMEOUT_S,
+    best_first,
     host_of,
     is_loopback,
     is_public,
@@ -122,7 +123,7 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
         if host not in open_hosts
     ]
     elsewhere = [address for address in own if not is_loopback(address)]
-    addresses = announced or dict.fromkeys([*seen, *sorted(elsewhere or own, key=is_public, reverse=True)])
+    addresses = announced or dict.fromkeys([*seen, *best_first(elsewhere or own)])
     return Ways(
         tuple(addresses),
         is_reachable if hosts else None,
