@@ -50,7 +50,7 @@ def doctor(
     check_initial_peers(options.initial_peers)
     check_own_addresses(options.host_maddrs, options.announce_maddrs)
     if options.initial_peers and not json_ and sys.stderr.isatty():
-        print("Measuring, which takes up to a minute ...", file=sys.stderr)
+        print("Measuring: half a minute, or a few minutes on a slow link ...", file=sys.stderr)
     from swarm_peer.policy.diagnosis.finding import can_take_part
     from swarm_peer.runtime.doctor import examine
 

@@ -6,7 +6,7 @@ from collections import deque
 
 # Both directions count together. One caller may have 4 MiB each way.
 CALLER_BYTES = 8 * 2**20
-ALL_BYTES = 32 * 2**20
+ALL_BYTES = 16 * 2**20
 PERIOD_S = 60.0
 # A measurement counts as this at least, so that few are remembered.
 LEAST_BYTES = 2**16

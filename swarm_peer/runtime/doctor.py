@@ -21,8 +21,8 @@ from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.costs import state_bytes
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.diagnosis.finding import CheckFinding, failure
-from swarm_peer.policy.diagnosis.machine_findings import LEAST_ROOM_BYTES, DeviceFacts, MachineFacts, judge_machine
+from swarm_peer.policy.diagnosis.finding import CheckFinding, Level, failure
+from swarm_peer.policy.diagnosis.machine_findings import LEAST_ROOM_BYTES, DeviceFacts, judge_disk, judge_machine
 from swarm_peer.policy.diagnosis.run_findings import (
     ClockLimits,
     MemberWay,
@@ -73,7 +73,7 @@ MAX_PAYLOAD_BYTES = 2 * MAX_PROBE_BYTES
 
 
 def examine(options: PeerOptions) -> tuple[CheckFinding, ...]:
-    """Look at this machine and, if there is an invite, at its run. Takes up to a minute, and some megabytes of traffic.
+    """Look at this machine and, if there is an invite, at its run. Takes half a minute, and some megabytes of traffic.
 
     Raises:
         UserError: the options are malformed
@@ -82,24 +82,22 @@ def examine(options: PeerOptions) -> tuple[CheckFinding, ...]:
         set_threads(options.threads)
     entrance = read_entrance(options.initial_peers) if options.initial_peers else None
     machine = look_longer(look_at_machine(options.device, options.cache_dir))
-    if entrance is None:
-        return judge_machine(machine)
+    judged = judge_machine(machine)
+    if entrance is None or judge_disk(machine.rooms).level is Level.FAILURE:  # libp2p's daemon needs a file for its key
+        return judged
     with scratch_folder() as folder, free_identity(state_folder(), folder) as kept:
         try:
             seen = run_loop(_look_at_run, options, entrance, options.identity_path or kept, machine.device)
         except NobodyAnswers:
             asked = ", ".join(each.rpartition("/p2p/")[0] for each in entrance.addresses)
             remedy = "check that this machine is on the network and may dial out by TCP, and that the run is not over"
-            return (*judge_machine(machine), failure("run", f"nobody answers at {asked}", remedy))
+            return (*judged, failure("run", f"nobody answers at {asked}", remedy))
         except PortTaken as error:
-            return (*judge_machine(machine), failure("port", str(error)))
+            return (*judged, failure("port", str(error)))
         except UserError as error:  # the message says what to do
-            return (*judge_machine(machine), failure("run", str(error)))
-    return (*judge_machine(_with_snapshots(machine, seen.snapshot_bytes, options.cache_dir)), *judge_run(seen.facts))
-
-
-def _with_snapshots(machine: MachineFacts, snapshot_bytes: int, cache_dir: Path | None) -> MachineFacts:
-    return replace(machine, rooms=look_at_rooms(cache_dir, max(snapshot_bytes, LEAST_ROOM_BYTES)))
+            return (*judged, failure("run", str(error)))
+    rooms = look_at_rooms(options.cache_dir, max(seen.snapshot_bytes, LEAST_ROOM_BYTES))
+    return (*judge_machine(replace(machine, rooms=rooms)), *judge_run(seen.facts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from swarm_peer.policy.diagnosis.run_findings import (
     judge_run,
     router_of,
 )
-from swarm_peer.policy.probe_budget import ALL_BYTES, CALLER_BYTES, PERIOD_S, ProbeBudget
+from swarm_peer.policy.probe_budget import ALL_BYTES, CALLER_BYTES, LEAST_BYTES, PERIOD_S, ProbeBudget
 
 GB = 10**9
 CPU = DeviceFacts(all_bytes=16 * GB, free_bytes=8 * GB, flops_per_s=1e11)
@@ -284,4 +284,4 @@ def test_a_caller_has_few_bytes_a_minute_and_all_have_some_more():
 def test_many_small_probes_are_not_remembered_for_ever():
     budget = ProbeBudget()
     taken = sum(budget.take(0.0, f"peer-{number}", 1) for number in range(100_000))
-    assert taken == len(budget._spent) == 512
+    assert taken == len(budget._spent) == ALL_BYTES // LEAST_BYTES

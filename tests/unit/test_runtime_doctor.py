@@ -200,3 +200,13 @@ def test_an_invite_is_read_as_the_peer_reads_it(run):
     run_key = Identity.generate()
     invite = Invite.issue(run_key, [ADDRESS], label="anna", expires=2**39, at_once=2).text()
     assert run(invite)[3].initial_peers == (invite,)
+
+
+def test_a_machine_whose_disk_takes_no_file_joins_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    options = SimpleNamespace(
+        threads=None, initial_peers=(ADDRESS,), device="cpu", cache_dir=tmp_path / "file", identity_path=None
+    )
+    monkeypatch.setattr(doctor, "run_loop", lambda *_: pytest.fail("it joins"))
+    (finding,) = [each for each in doctor.examine(options) if each.level == "failure"]
+    assert finding.check == "disk"

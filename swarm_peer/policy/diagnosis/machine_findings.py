@@ -128,7 +128,10 @@ def _gpu_remedy(device: DeviceFacts) -> str:
     least = LEAST_DRIVER.get(_first_number(device.torch_cuda), 0)
     if _first_number(device.driver) < least:
         return f"install driver {least} or newer, or a build of torch for an older CUDA (docs/operating.md, Peers)"
-    return "let this process use it (in a container, `docker run --gpus all`), or say --device cpu"
+    return (
+        "let this process use it (in a container, `docker run --gpus all`), restart the machine if its driver is newer "
+        "than its start, or say --device cpu"
+    )
 
 
 def _first_number(version: str) -> int:
