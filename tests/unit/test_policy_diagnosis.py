@@ -193,7 +193,7 @@ def test_what_nobody_tells_is_no_fault():
     ("facts", "check", "level", "words"),
     [
         (with_clocks(10.0, 10.1, 9.9), "clock", Level.WARNING, "10.0 s behind the clocks of 3 members: set it by"),
-        (with_clocks(-10.0), "clock", Level.WARNING, "10.0 s ahead of the clocks"),
+        (with_clocks(-10.0), "clock", Level.WARNING, "10.0 s ahead of the clock of 1 member: "),
         (with_clocks(25.0), "clock", Level.FAILURE, "25.0 s behind"),
         (with_clocks(-31.0), "clock", Level.FAILURE, "31.0 s ahead"),
         (replace(RUN, ways=()), "members", Level.WARNING, "none was found to try"),

@@ -148,8 +148,8 @@ def judge_clock(offsets_s: Sequence[float], limits: ClockLimits) -> CheckFinding
     if not offsets_s:
         return fine("clock", "not compared, since no member has told its time")
     off_s = median(offsets_s)
-    words = "behind" if off_s > 0 else "ahead of"
-    seen = f"{abs(off_s):.1f} s {words} the clocks of {len(offsets_s)} members"
+    words, plural = "behind" if off_s > 0 else "ahead of", "s" if len(offsets_s) > 1 else ""
+    seen = f"{abs(off_s):.1f} s {words} the clock{plural} of {len(offsets_s)} member{plural}"
     if abs(off_s) <= limits.tolerance_s:
         return fine("clock", seen)
     judged = failure if off_s >= limits.behind_s or -off_s >= limits.ahead_s else warning
