@@ -8,7 +8,7 @@ have CUBIC, as nearly every system has unless its owner changes it, whatever thi
 
 * delay: each pair of machines draws it anew every REDRAW_S, uniformly from latency -+ jitter, for each direction.
   Packets of a pair stay in order.
-* loss: none but on a link whose queue is QUEUE_S long. It drops what comes then, as a router does.
+* loss: a link whose queue is QUEUE_S long drops what comes then, as a router does. Others are lost as `loss` says.
 
 Nothing but these namespaces is ever reached: they have no other interface.
 """
@@ -52,11 +52,13 @@ class LinkOptions:
         latency_s: one way
         jitter_s: the most by which the delay differs from the latency
         bytes_per_s: in each direction of each link; 0 for no limit
+        loss: share of all packets that are lost on their way, each by itself
     """
 
     latency_s: float = 0.0
     jitter_s: float = 0.0
     bytes_per_s: float = 0.0
+    loss: float = 0.0
 
 
 def enter_namespace(path: str) -> None:
@@ -178,7 +180,7 @@ class Forwarder:
                 continue
             self.sent_bytes[sender] += len(packet)
             left = self._through(self._up_free, sender, now, len(packet))
-            if left is not None:
+            if left is not None and not (self._options.loss and self._rng.random() < self._options.loss):
                 receiver = packet[19] - 1
                 self._put(self._arrival(sender, receiver, left), False, receiver, packet)
 

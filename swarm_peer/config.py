@@ -451,6 +451,10 @@ class PeerOptions(Settings):
     """Addresses to listen on, as IP:PORT or multiaddresses; without a port, the first free one from 31338 on."""
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
     """Addresses that other peers dial, as HOST, HOST:PORT or multiaddresses, if they differ (port forwarding)."""
+    map_port: Annotated[bool, NETWORK] = True
+    """Whether to ask this machine's router to forward the port (UPnP, NAT-PMP)."""
+    relay_mbps: Annotated[float, NETWORK] = Field(8.0, ge=0)
+    """Megabits a second to carry between members that do not reach each other; 0 for none."""
     name: Annotated[str | None, RUN] = Field(None, max_length=32, pattern=PEER_NAME)
     """Name by which people recognise the peer: letters, digits and . _ @ + -"""
     identity_path: Annotated[Path | None, NETWORK] = None

@@ -13,6 +13,7 @@ from typing import Any, cast
 from coordinator.watch.contributions import Given
 from coordinator.watch.happenings import Event
 from coordinator.watch.metrics_file import MetricsLine
+from coordinator.watch.reached import how_reached
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
 from coordinator.watch.what_is_trained import training_line
@@ -198,6 +199,9 @@ def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     gone = [peer for peer in known.gone if peer.peer_id not in here]
     rows = [(peer, peer.state.value) for peer in watch.view.peers] + [(peer, "gone") for peer in gone]
     shown = {peer.peer_id: _peer(peer, state, known, (length, total, unix_s)) for peer, state in rows[:MAX_PEERS]}
+    for peer, _ in rows[:MAX_PEERS]:
+        if reached := how_reached(peer, watch):
+            shown[peer.peer_id]["reached"] = reached
     supply, emptied = _supply(watch), _emptied(watch.view)
     slowest = supply.index(min(supply))
     for peer, state in rows[:MAX_PEERS]:
@@ -242,8 +246,6 @@ def _peer(peer: PeerView, state: str, known: Background, context: tuple[int, flo
     }
     if peer.time_shares is not None:
         row["busy"], row["waits"] = (_fives(share) for share in (peer.time_shares.computing, peer.time_shares.waiting))
-    if peer.is_reachable is not None:
-        row["reached"] = peer.is_reachable
     if label := known.labels.get(peer.peer_id):
         row["label"] = plain_text(label, 64)
     if given is not None:

@@ -23,6 +23,8 @@ class NodeOptions:
     Attributes:
         host_maddrs: Addresses to listen on, as IP:PORT or multiaddresses; by default the first free port from 31337.
         announce_maddrs: Addresses that peers shall dial, as HOST, HOST:PORT or multiaddresses, where they differ.
+        map_port: Whether to ask this machine's router to forward the port (UPnP, NAT-PMP).
+        relay_mbps: Megabits a second to carry between members that do not reach each other; 0 for none.
         initial_peers: Addresses of peers of this run, to carry on with it from another machine.
         identity_path: The run's key, made if missing; OUTPUT/identity if not given. Its holder directs the run.
         address_file: File to write an invite to, for peers that read it with --initial-peers @FILE. It is a secret.
@@ -32,6 +34,8 @@ class NodeOptions:
 
     host_maddrs: Annotated[Addresses, NETWORK] = EVERYWHERE
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
+    map_port: Annotated[bool, NETWORK] = True
+    relay_mbps: Annotated[float, NETWORK, Parameter(validator=Number(gte=0))] = 8.0
     initial_peers: Annotated[Addresses, NETWORK] = ()
     identity_path: Annotated[Path | None, NETWORK] = None
     address_file: Annotated[Path | None, NETWORK] = None

@@ -94,7 +94,14 @@ async def _join_and_serve(
     invite = coordinator_invite(run_key) if is_private else None
 
     def open_own(addresses: Sequence[str]) -> AbstractAsyncContextManager[SwarmDHT]:
-        return open_node(own_path, Entrance(tuple(addresses), invite), node.host_maddrs, node.announce_maddrs)
+        return open_node(
+            own_path,
+            Entrance(tuple(addresses), invite),
+            node.host_maddrs,
+            node.announce_maddrs,
+            map_port=node.map_port,
+            relay_mbps=node.relay_mbps,
+        )
 
     async with open_own(addresses) if addresses else _open_where_it_was(options.output, open_own, can_begin) as dht:
         is_known = await _check_known_run(dht, run_key.peer_id, resolved.manifest, is_resumed, must_be_known)

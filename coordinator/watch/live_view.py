@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.watch.happenings import Event
+from coordinator.watch.reached import how_reached
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
 from coordinator.watch.what_is_trained import training_line
@@ -138,15 +139,16 @@ def peers_table(watch: RunWatch) -> Table:
                 *_time_percent(peer),
                 str(peer.queue),
                 str(peer.optimizer_step),
-                Text(note_of(peer)),  # rich must see no markup in it
+                Text(note_of(peer, watch)),  # rich must see no markup in it
             )
     return table
 
 
-def note_of(peer: PeerView) -> str:
-    """The peer's own note, without what would command a terminal, and whether others can dial it."""
-    unreachable = "others cannot dial it" if peer.is_reachable is False else ""
-    return "; ".join(filter(None, (plain_text(peer.note, 200), unreachable)))
+def note_of(peer: PeerView, watch: RunWatch) -> str:
+    """The peer's own note, without what would command a terminal, and how others reach it if not directly."""
+    reached = how_reached(peer, watch)
+    indirectly = f"reached {reached}" if reached not in ("", "directly") else ""
+    return "; ".join(filter(None, (plain_text(peer.note, 200), indirectly)))
 
 
 def _time_percent(peer: PeerView) -> list[str]:

@@ -48,6 +48,8 @@ def open_node(
     entrance: Entrance,
     host_maddrs: Sequence[str],
     announce_maddrs: Sequence[str] = (),
+    map_port: bool = False,
+    relay_mbps: float = 0.0,
 ) -> AbstractAsyncContextManager[SwarmDHT]:
     """Join a DHT, or begin one, with the identity in a file, which is made if it is missing.
 
@@ -59,6 +61,8 @@ def open_node(
         invite=entrance.invite,
         host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs,
+        map_port=map_port,
+        relay_mbps=relay_mbps,
         identity=Identity.load_or_create(identity_path),
         identity_path=identity_path,
         metrics=PeerMetrics(),
@@ -116,7 +120,7 @@ def observer_directory(
         metrics=metrics or PeerMetrics(),
         changed=Condition(),
     )
-    dht.dial_by(directory.addresses_of)
+    dht.dial_by(directory.addresses_of, directory.can_be_dialled)
     return directory
 
 

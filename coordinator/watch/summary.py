@@ -66,6 +66,7 @@ def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
         "tokens_per_s": round(peer.samples_per_s * sequence_length, 1),
         "queue": peer.queue,
         "is_reachable": peer.is_reachable,
+        "relays": list(peer.relays),
         "time_percent": None if peer.time_shares is None else _time_of(peer.time_shares),
     }
 

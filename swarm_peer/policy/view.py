@@ -82,6 +82,7 @@ class PeerView:
         moving_to: the stage that it prepares to move to, or leaves this one for; UNDECIDED if none
         announced: serial number of the announcement
         is_reachable: whether others can dial it; None if that is not known
+        relays: ids of those who carry its connections to others, where there is no direct way; some of them
         incarnation: which life of the peer this is (see Life)
         name: by which people recognise it; empty if it has none
         device: what it computes on, in words, and
@@ -107,6 +108,7 @@ class PeerView:
     bandwidth_bytes_per_s: float = 0.0
     since_s: float | None = None
     is_reachable: bool | None = None
+    relays: tuple[str, ...] = ()
     moved_from: int = UNDECIDED
     moving_to: int = UNDECIDED
     announced: int = 0

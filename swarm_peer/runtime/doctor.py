@@ -117,6 +117,7 @@ async def _look_at_run(options: PeerOptions, entrance: Entrance, identity_path: 
         host_maddrs=options.host_maddrs,
         first_port=FIRST_PORT_OF_PEERS,
         announce_maddrs=options.announce_maddrs,
+        map_port=options.map_port,
         identity=Identity.load_or_create(identity_path),
         identity_path=identity_path,
         metrics=metrics,
@@ -124,7 +125,7 @@ async def _look_at_run(options: PeerOptions, entrance: Entrance, identity_path: 
         run_id, manifest = await find_manifest(dht, entrance, options.run_id)
         resolved = await SystemThreads().run(ResolvedManifest.of, manifest)
         directory = Directory(manifest=manifest, dht=dht, clock=clock, metrics=metrics, changed=Condition())
-        dht.dial_by(directory.addresses_of)
+        dht.dial_by(directory.addresses_of, directory.can_be_dialled)
         async with P2PTransport.open(
             dht.p2p, passes=dht.passes, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=metrics
         ) as transport:

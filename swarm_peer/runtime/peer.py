@@ -35,6 +35,7 @@ from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.wire.agreement import Statements
+from swarm_peer.wire.records import MAX_RELAYS
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Peer:
             describe_self=self._describe,
             device=in_words(device),
         )
-        dht.dial_by(self._directory.addresses_of)
+        dht.dial_by(self._directory.addresses_of, self._directory.can_be_dialled)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
         probes = ProbeGiver(context.clock)
         self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes.calls)
@@ -120,6 +121,7 @@ class Peer:
             moved_from=self._moved_from,
             moving_to=UNDECIDED if mover is None else mover.moving_to,
             is_reachable=self._dht.is_reachable,
+            relays=self._dht.relays[:MAX_RELAYS],
             metrics_address=metrics_address(
                 self._options.metrics_host, self._options.metrics_port, self._dht.addresses
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
 
 import anyio
@@ -116,16 +116,7 @@ async def _run(
 ) -> None:
     """Join the DHT and the run, and serve one stage after the other."""
     identity = Identity.load_or_create(identity_path)
-    async with SwarmDHT.open(
-        initial_peers=entrance.addresses,
-        invite=entrance.invite,
-        host_maddrs=options.host_maddrs,
-        first_port=FIRST_PORT_OF_PEERS,
-        announce_maddrs=options.announce_maddrs,
-        identity=identity,
-        identity_path=identity_path,
-        metrics=metrics,
-    ) as dht:
+    async with _open_dht(options, entrance, identity, identity_path, metrics) as dht:
         if entrance.invite is not None:
             dht.passes.keep_in(KeptFile(state_folder() / f"revocations-{entrance.invite.run_id}"))
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses))
@@ -165,6 +156,23 @@ async def _run(
                 counted=counted,
             )
             await peer.run(stage, ended)
+
+
+def _open_dht(
+    options: PeerOptions, entrance: Entrance, identity: Identity, identity_path: Path, metrics: PeerMetrics
+) -> AbstractAsyncContextManager[SwarmDHT]:
+    return SwarmDHT.open(
+        initial_peers=entrance.addresses,
+        invite=entrance.invite,
+        host_maddrs=options.host_maddrs,
+        first_port=FIRST_PORT_OF_PEERS,
+        announce_maddrs=options.announce_maddrs,
+        map_port=options.map_port,
+        relay_mbps=options.relay_mbps,
+        identity=identity,
+        identity_path=identity_path,
+        metrics=metrics,
+    )
 
 
 def _examine(

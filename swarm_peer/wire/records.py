@@ -42,6 +42,7 @@ MAX_STORED_BYTES = 15 * 1024
 # In a record of its own, with kind, run and signature.
 MAX_MANIFEST_BYTES = MAX_STORED_BYTES - 512
 # Addresses in one announcement: one for each network that the peer is in.
+MAX_RELAYS = 4
 MAX_ADDRESSES = 4
 
 # Most assignments that fit MAX_STORED_BYTES with the longest reasons.
@@ -123,6 +124,7 @@ class Announcement(Record):
         moving_to: the stage that it prepares to move to, or leaves this one for; UNDECIDED if none
         addresses: where others may dial it, by its own account, the best one first
         is_reachable: whether others have found that they can dial it; None if none of them has tried
+        relays: who carries its connections to others, where there is no direct way; some of them
         incarnation: which life of the peer this is (see policy/view.py: Life)
         name: by which people recognise it; anybody may take any name
         time_shares: the percentages of its time that policy/view.py: TimeShares names
@@ -151,6 +153,7 @@ class Announcement(Record):
     moving_to: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES, fail_fast=True)
     is_reachable: bool | None = None
+    relays: tuple[Annotated[str, Field(max_length=64)], ...] = Field((), max_length=MAX_RELAYS, fail_fast=True)
     incarnation: Incarnation = 0
     name: str = Field("", max_length=32, pattern=PEER_NAME)
     time_shares: TimePercent | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,9 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from networks import CAN_MAKE_NETWORKS, Internet, Machines, ip
 from programs import COORDINATOR, Processes, wait_for
 from swarm import tiny_manifest
-from test_routers import HOME, PUBLIC, PUBLIC_IP, ROUTER_IP, Machines, ip, networks  # noqa: F401
+from test_routers import HOME, PUBLIC, ROUTER, network, serve_on  # noqa: F401  # a fixture
 
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.passes import Invite
@@ -26,8 +26,7 @@ FEIGNED = (sys.executable, str(Path(__file__).with_name("feigned_faults.py")))
 ALONE = "swarm-doctor-alone"
 # What makes faults of a real machine.
 needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("iptables") and shutil.which("unshare")),
-    reason="needs root, ip, iptables and unshare",
+    not (CAN_MAKE_NETWORKS and shutil.which("unshare")), reason="needs root, ip, iptables and unshare"
 )
 
 
@@ -68,7 +67,7 @@ def test_a_machine_at_a_run_is_well_but_for_what_is_made_wrong(tmp_path: Path, p
     assert processes.run("alone", *DOCTOR, invite, *here) == 0
     alone = findings_in(processes.log("alone"))
     assert (wrong(alone), alone["can_take_part"]) == ([], True)
-    assert "1 of 1 answer, 1 directly" in text_of(alone, "members")
+    assert "1 of 1 answer, 1 at addresses" in text_of(alone, "members")
     assert "speed" in {each["check"] for each in alone["findings"]}
 
     for stage in range(2):
@@ -79,7 +78,7 @@ def test_a_machine_at_a_run_is_well_but_for_what_is_made_wrong(tmp_path: Path, p
     assert processes.run("well", *DOCTOR, *line, *here) == 0
     well = findings_in(processes.log("well"))
     assert wrong(well) == []
-    assert "3 of 3 answer, 3 directly" in text_of(well, "members")
+    assert "3 of 3 answer, 3 at addresses" in text_of(well, "members")
     assert "MB/s up" in text_of(well, "links") or "GB/s up" in text_of(well, "links")
 
     assert processes.run("late", *FEIGNED, "clock:-10", *DOCTOR[3:], invite, *here) == 0
@@ -149,14 +148,10 @@ def test_faults_of_a_real_machine_are_one_line_each(tmp_path: Path) -> None:
 def test_a_closed_port_is_one_line_with_the_way_to_open_it(
     tmp_path: Path,
     processes: Processes,
-    networks: None,  # noqa: F811
+    network: Internet,  # noqa: F811
 ) -> None:
     machines = Machines(tmp_path, processes)
-    manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": 6.0})
-    config, output = tmp_path / "run.yaml", tmp_path / "out"
-    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
-    machines.start(PUBLIC, "coordinator", "coordinator.cli", "serve", str(config), "--output", str(output))
-    wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line", 60)
+    serve_on(PUBLIC, machines, processes, tmp_path)
     invite = next(word for word in processes.log("coordinator").split() if word.startswith("swarm-invite-"))
 
     def look(machine: str, name: str) -> dict[str, Any]:
@@ -165,13 +160,12 @@ def test_a_closed_port_is_one_line_with_the_way_to_open_it(
 
     home = look(HOME, "home")
     assert wrong(home) == [("port", "warning")]
-    assert f"closed to others at {ROUTER_IP}:31338: forward TCP port 31338 of the router" in text_of(home, "port")
-    assert f"one that translates addresses, as {ROUTER_IP}" in text_of(home, "router")
+    assert f"closed to others at {network.ips[ROUTER]}:31338: forward port 31338 of the router" in text_of(home, "port")
+    assert f"one that translates addresses, as {network.ips[ROUTER]}" in text_of(home, "router")
 
     assert wrong(look(PUBLIC, "open")) == []
-    syn = ("-p", "tcp", "--dport", "31338", "--syn", "-j", "DROP")
-    ip("netns", "exec", PUBLIC, "iptables", "-A", "INPUT", *syn)
+    network.iptables(PUBLIC, "-A", "INPUT", "-p", "tcp", "--dport", "31338", "--syn", "-j", "DROP")
     closed = look(PUBLIC, "closed")
     assert wrong(closed) == [("port", "warning")]
-    assert f"{PUBLIC_IP}:31338: let TCP port 31338 through the firewall" in text_of(closed, "port")
+    assert f"{network.ips[PUBLIC]}:31338: let port 31338 through the firewall" in text_of(closed, "port")
     assert "none that translates addresses" in text_of(closed, "router")

@@ -7,57 +7,48 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from networks import CAN_MAKE_NETWORKS, PREFIX, Internet, Machines, internet, peer_options
 from programs import Processes, wait_for
 from swarm import tiny_manifest
-from test_routers import Machines, counts_within, ip, pytestmark  # noqa: F401  # slow, and for root alone
+from test_routers import counts_within
 
 from swarm_peer.wire.passes import Invite
 
-BOTH, SIX, OTHER = MACHINES = ("swarm-ip6-both", "swarm-ip6-six", "swarm-ip6-other")
-INTERNET = "swarm-ip6-internet"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CAN_MAKE_NETWORKS, reason="needs root, ip and iptables, to make networks"),
+]
+
+BOTH, SIX, OTHER = MACHINES = ("both", "six", "other")
 NAME = "coordinator.example.org"
-# By machine. The first one is the coordinator's.
-IP4 = {BOTH: "11.0.0.1", OTHER: "11.0.0.3"}
+# Files of its own that a namespace sees in /etc.
+OWN_FILES = Path("/etc/netns")
+# By machine; the first one is the coordinator's.
 IP6 = {BOTH: "2a00:db8::1", SIX: "2a00:db8::2", OTHER: "2a00:db8::3"}
-HOSTS = Path("/etc/netns")
 
 
 @pytest.fixture
-def internet() -> Iterator[None]:
-    """Three machines on one wire, which know a name of the first one's two addresses."""
-
-    def remove() -> None:
-        for name in (*MACHINES, INTERNET):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-            shutil.rmtree(HOSTS / name, ignore_errors=True)
-
-    remove()
-    try:
-        ip("netns", "add", INTERNET)
-        ip("-n", INTERNET, "link", "add", "wire", "type", "bridge")
-        ip("-n", INTERNET, "link", "set", "wire", "up")
-        for number, name in enumerate(MACHINES):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            port = f"to-{number}"
-            ip("-n", name, "link", "add", "uplink", "type", "veth", "peer", "name", port, "netns", INTERNET)
-            ip("-n", INTERNET, "link", "set", port, "master", "wire", "up")
-            if name in IP4:
-                ip("-n", name, "address", "add", f"{IP4[name]}/24", "dev", "uplink")
-            ip("-n", name, "address", "add", f"{IP6[name]}/64", "dev", "uplink", "nodad")
-            ip("-n", name, "link", "set", "uplink", "up")
-            (HOSTS / name).mkdir(parents=True)
-            lines = (f"{address} {NAME}" for address in (IP4[BOTH], IP6[BOTH]))
-            (HOSTS / name / "hosts").write_text("\n".join(("127.0.0.1 localhost", *lines, "")))
-        yield
-    finally:
-        remove()
+def network() -> Iterator[Internet]:
+    """Three machines, which know a name of the first one's two addresses."""
+    with internet() as network:
+        for machine in MACHINES:
+            network.add_public(machine)
+            assert network.give_ip6(machine, alone=machine == SIX) == IP6[machine]
+        try:
+            for machine in MACHINES:
+                folder = OWN_FILES / f"{PREFIX}{machine}"
+                folder.mkdir(parents=True)
+                lines = (f"{address} {NAME}" for address in (network.ips[BOTH], IP6[BOTH]))
+                (folder / "hosts").write_text("\n".join(("127.0.0.1 localhost", *lines, "")))
+            yield network
+        finally:
+            for machine in MACHINES:
+                shutil.rmtree(OWN_FILES / f"{PREFIX}{machine}", ignore_errors=True)
 
 
 def serve(machines: Machines, processes: Processes, folder: Path, machine: str, **sections: object) -> Path:
@@ -72,19 +63,18 @@ def serve(machines: Machines, processes: Processes, folder: Path, machine: str, 
 
 
 def join(machines: Machines, machine: str, stage: int, initial_peer: str) -> None:
-    options = ("--stage", str(stage), "--threads", "1", "--device", "cpu", "--initial-peers", initial_peer)
-    machines.start(machine, f"peer-{stage}", "swarm_peer.cli", *options)
+    machines.start(machine, f"peer-{stage}", "swarm_peer.cli", *peer_options(initial_peer, stage))
 
 
 def invite_in(processes: Processes) -> str:
     return next(word for word in processes.log("coordinator").split() if word.startswith("swarm-invite-"))
 
 
-def test_a_machine_with_ip6_alone_trains_with_others(tmp_path: Path, processes: Processes, internet: None) -> None:
+def test_a_machine_with_ip6_alone_trains_with_others(tmp_path: Path, processes: Processes, network: Internet) -> None:
     machines = Machines(tmp_path, processes)
     output = serve(machines, processes, tmp_path, BOTH)
     addresses = [address.rpartition("/p2p/")[0] for address in Invite.parse(invite_in(processes)).addresses]
-    assert {f"/ip4/{IP4[BOTH]}/tcp/31337", f"/ip6/{IP6[BOTH]}/tcp/31337"} == set(addresses), "at one port"
+    assert {f"/ip4/{network.ips[BOTH]}/tcp/31337", f"/ip6/{IP6[BOTH]}/tcp/31337"} == set(addresses), "at one port"
     assert "public address" not in processes.log("coordinator")
     join(machines, SIX, 0, invite_in(processes))
     join(machines, OTHER, 1, invite_in(processes))
@@ -92,7 +82,7 @@ def test_a_machine_with_ip6_alone_trains_with_others(tmp_path: Path, processes: 
     assert f"addresses=/ip6/{IP6[SIX]}/tcp/31338" in processes.log("peer-0")
     assert "/ip4/" not in re.search(r"peer_started .*", processes.log("peer-0"))[0]
     found = re.search(r"peer_started .* addresses=(.*)", processes.log("peer-1"))[1]
-    assert {f"/ip4/{IP4[OTHER]}/tcp/31338", f"/ip6/{IP6[OTHER]}/tcp/31338"} == {
+    assert {f"/ip4/{network.ips[OTHER]}/tcp/31338", f"/ip6/{IP6[OTHER]}/tcp/31338"} == {
         address.rpartition("/p2p/")[0] for address in found.split()
     }
     # It is reached there, by word of the others.
@@ -104,7 +94,7 @@ def test_a_machine_with_ip6_alone_trains_with_others(tmp_path: Path, processes: 
     assert status.wait(60) == 0
 
 
-def test_a_name_of_both_families_leads_to_a_run(tmp_path: Path, processes: Processes, internet: None) -> None:
+def test_a_name_of_both_families_leads_to_a_run(tmp_path: Path, processes: Processes, network: Internet) -> None:
     machines = Machines(tmp_path, processes)
     output = serve(machines, processes, tmp_path, BOTH, admission="open")
     (run_id,) = re.findall(r"Run test \((\w+)\)", processes.log("coordinator"))
@@ -114,7 +104,7 @@ def test_a_name_of_both_families_leads_to_a_run(tmp_path: Path, processes: Proce
     counts_within(output, 120)
 
 
-def test_a_name_of_both_families_is_announced(tmp_path: Path, processes: Processes, internet: None) -> None:
+def test_a_name_of_both_families_is_announced(tmp_path: Path, processes: Processes, network: Internet) -> None:
     machines = Machines(tmp_path, processes)
     config, output = tmp_path / "run.yaml", tmp_path / "out"
     manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": 6.0})

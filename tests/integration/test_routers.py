@@ -8,16 +8,14 @@ The networks are namespaces of this kernel, with addresses that libp2p takes for
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from networks import CAN_MAKE_NETWORKS, Internet, Machines, internet, peer_options
 from programs import Processes, wait_for
 from swarm import tiny_manifest
 
@@ -25,90 +23,45 @@ from swarm_peer.wire.passes import Invite
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("iptables")),
-        reason="needs root, ip and iptables, to make networks",
-    ),
+    pytest.mark.skipif(not CAN_MAKE_NETWORKS, reason="needs root, ip and iptables, to make networks"),
 ]
 
-PUBLIC, ROUTER, HOME = (f"swarm-test-{name}" for name in ("public", "router", "home"))
-PUBLIC_IP, ROUTER_IP, ROUTER_HOME_IP, HOME_IP = "11.0.0.1", "11.0.0.2", "192.168.77.1", "192.168.77.2"
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-def iptables(*arguments: str) -> None:
-    ip("netns", "exec", ROUTER, "iptables", "-t", "nat", *arguments)
+PUBLIC, HOME, ROUTER = "public", "home", "router-home"
 
 
 @pytest.fixture
-def networks() -> Iterator[None]:
-    for name in (PUBLIC, ROUTER, HOME):
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
-    try:
-        for one, its_ip, other, other_ip in ((PUBLIC, PUBLIC_IP, ROUTER, ROUTER_IP), (HOME, HOME_IP, ROUTER, "")):
-            wire = f"to-{one[-4:]}"
-            ip("-n", one, "link", "add", "uplink", "type", "veth", "peer", "name", wire, "netns", other)
-            ip("-n", one, "address", "add", f"{its_ip}/24", "dev", "uplink")
-            ip("-n", other, "address", "add", f"{other_ip or ROUTER_HOME_IP}/24", "dev", wire)
-            ip("-n", one, "link", "set", "uplink", "up")
-            ip("-n", other, "link", "set", wire, "up")
-        ip("-n", HOME, "route", "add", "default", "via", ROUTER_HOME_IP)
-        ip("netns", "exec", ROUTER, "sysctl", "-w", "net.ipv4.ip_forward=1")
-        iptables("-A", "POSTROUTING", "-o", "to-blic", "-j", "MASQUERADE")
-        yield
-    finally:
-        for name in (PUBLIC, ROUTER, HOME):
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-class Machines:
-    """Programs on the machines of these networks; each machine has its own user's files."""
-
-    def __init__(self, folder: Path, processes: Processes):
-        self._folder = folder
-        self._processes = processes
-
-    def start(self, machine: str, name: str, module: str, *options: str):
-        state = self._folder / f"state-{machine}"
-        # The fork server is in no namespace: these programs are started anew.
-        log = self._processes.path(name).open("w")
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", machine, sys.executable, "-m", module, *options],
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"XDG_STATE_HOME": str(state)},
-        )
-        self._processes.running.append(process)
-        return process
+def network() -> Iterator[Internet]:
+    with internet() as network:
+        network.add_public(PUBLIC)
+        network.add_home(HOME, "port_restricted")
+        yield network
 
 
 @pytest.fixture
-def one_to_one(networks: None) -> None:
+def machines(tmp_path: Path, processes: Processes) -> Machines:
+    return Machines(tmp_path, processes)
+
+
+@pytest.fixture
+def one_to_one(network: Internet) -> Internet:
     """The router's address is the private machine's, as in a cloud. Its own network does not reach it by that."""
-    iptables("-A", "PREROUTING", "-i", "to-blic", "-d", ROUTER_IP, "-j", "DNAT", "--to", HOME_IP)
+    home = network.ips[HOME]
+    network.iptables(ROUTER, "-t", "nat", "-A", "PREROUTING", "-i", "out", "-j", "DNAT", "--to", home)
+    return network
 
 
-def serve_at_home(machines: Machines, processes: Processes, folder: Path, *options: str) -> Path:
-    """Start a coordinator on the private machine; returns the run's folder once its line is printed."""
+def write_config(folder: Path) -> Path:
     manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": 6.0})
-    config, output = folder / "run.yaml", folder / "out"
+    config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
-    machines.start(
-        HOME,
-        "coordinator",
-        "coordinator.cli",
-        "serve",
-        str(config),
-        "--output",
-        str(output),
-        "--no-dashboard",
-        *options,
-    )
+    return config
+
+
+def serve_on(machine: str, machines: Machines, processes: Processes, folder: Path, *options: str) -> Path:
+    """Start a coordinator on a machine; returns the run's folder once its line is printed."""
+    output = folder / "out"
+    serve = ("serve", str(write_config(folder)), "--output", str(output), "--no-dashboard", *options)
+    machines.start(machine, "coordinator", "coordinator.cli", *serve)
     wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line")
     return output
 
@@ -131,16 +84,15 @@ def counts_within(output: Path, seconds: float) -> None:
 
 
 def test_a_coordinator_in_a_cloud_learns_its_address_from_the_first_peer(
-    tmp_path: Path, processes: Processes, one_to_one: None
+    tmp_path: Path, processes: Processes, one_to_one: Internet, machines: Machines
 ) -> None:
-    machines = Machines(tmp_path, processes)
-    output = serve_at_home(machines, processes, tmp_path)
+    output = serve_on(HOME, machines, processes, tmp_path)
     wait_for(lambda: "no public address of its own" in processes.log("coordinator"), "the word that it is private", 5)
     (run_id,) = re.findall(r"Run test \((\w+)\)", processes.log("coordinator"))
     (invite,) = joining_words(processes.log("coordinator"))
-    join(machines, f"{ROUTER_IP}:31337/{run_id}", invite)
+    join(machines, f"{one_to_one.ips[ROUTER]}:31337/{run_id}", invite)
     counts_within(output, 60)
-    public = f"/ip4/{ROUTER_IP}/tcp/31337/"
+    public = f"/ip4/{one_to_one.ips[ROUTER]}/tcp/31337/"
 
     def invites() -> list[Invite]:
         return [Invite.parse(words) for words in joining_words(processes.log("coordinator"))]
@@ -151,51 +103,96 @@ def test_a_coordinator_in_a_cloud_learns_its_address_from_the_first_peer(
     assert len({each.ticket for each in invites()}) == 1
 
 
-def test_a_coordinator_in_a_cloud_is_told_its_address(tmp_path: Path, processes: Processes, one_to_one: None) -> None:
-    machines = Machines(tmp_path, processes)
-    output = serve_at_home(machines, processes, tmp_path, "--announce-maddrs", ROUTER_IP)
+def test_a_coordinator_in_a_cloud_is_told_its_address(
+    tmp_path: Path, processes: Processes, one_to_one: Internet, machines: Machines
+) -> None:
+    router_ip = one_to_one.ips[ROUTER]
+    output = serve_on(HOME, machines, processes, tmp_path, "--announce-maddrs", router_ip)
     assert "no public address" not in processes.log("coordinator")
     join(machines, *joining_words(processes.log("coordinator"))[0].split())
     counts_within(output, 60)
-    assert (output / "coordinator").read_text().startswith(f"/ip4/{ROUTER_IP}/tcp/31337/")
+    assert (output / "coordinator").read_text().startswith(f"/ip4/{router_ip}/tcp/31337/")
     # This router sends nothing back that a machine sends to its own public address; its peers lead to the run.
     assert machines.start(HOME, "status", "coordinator.cli", "status", str(output), "--json").wait(60) == 0
 
 
-def test_a_peer_behind_a_router_works_with_public_ones(tmp_path: Path, processes: Processes, networks: None) -> None:
-    machines = Machines(tmp_path, processes)
-    manifest = tiny_manifest(training={"steps": 100_000, "validation_every": 0}, limits={"announcement_s": 6.0})
-    config, output = tmp_path / "run.yaml", tmp_path / "out"
-    config.write_text(yaml.safe_dump(manifest.model_dump(mode="json")))
-    machines.start(PUBLIC, "coordinator", "coordinator.cli", "serve", str(config), "--output", str(output))
-    wait_for(lambda: "Peers join with" in processes.log("coordinator"), "the coordinator's line")
-    invite = next(word for word in processes.log("coordinator").split() if word.startswith("swarm-invite-"))
+def test_a_peer_behind_a_router_works_with_public_ones(
+    tmp_path: Path, processes: Processes, network: Internet, machines: Machines
+) -> None:
+    output = serve_on(PUBLIC, machines, processes, tmp_path)
+    invite = joining_words(processes.log("coordinator"))[0]
+    public_ip, router_ip = network.ips[PUBLIC], network.ips[ROUTER]
     assert (output / "coordinator").read_text().split() == [
-        address for address in (output / "coordinator").read_text().split() if address.startswith(f"/ip4/{PUBLIC_IP}/")
+        address for address in (output / "coordinator").read_text().split() if address.startswith(f"/ip4/{public_ip}/")
     ], "no loopback address"
-    peer = ("swarm_peer.cli", "--initial-peers", invite, "--threads", "1", "--device", "cpu")
-    machines.start(PUBLIC, "public", *peer, "--stage", "0")
-    home = machines.start(HOME, "home", *peer, "--stage", "1")
+    machines.start(PUBLIC, "public", "swarm_peer.cli", *peer_options(invite, 0))
+    home = machines.start(HOME, "home", "swarm_peer.cli", *peer_options(invite, 1))
 
     # The public peer calls the one at home over the connection that the latter has made.
     metrics = output / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 5, "steps", 120)
     wait_for(lambda: "not_reachable" in processes.log("home"), "the word that nobody can dial it", 60)
     (line,) = (line for line in processes.log("home").splitlines() if "not_reachable" in line)
-    assert re.search(rf"closed={ROUTER_IP}:31338: .* forward TCP port 31338 ", line)
+    assert re.search(rf"closed={router_ip}:31338: .* forward port 31338 ", line)
     assert "not_reachable" not in processes.log("public")
 
     # The router forwards the port: the peer's public address is known, and so are its steps.
-    iptables("-A", "PREROUTING", "-i", "to-blic", "-p", "tcp", "--dport", "31338", "-j", "DNAT", "--to", HOME_IP)
+    to_home = ("-j", "DNAT", "--to", network.ips[HOME])
+    network.iptables(ROUTER, "-t", "nat", "-A", "PREROUTING", "-i", "out", "-p", "tcp", "--dport", "31338", *to_home)
     home.terminate()
     assert home.wait(60) == 0
-    machines.start(HOME, "again", *peer, "--stage", "1")
-    wait_for(lambda: f"addresses=/ip4/{ROUTER_IP}/tcp/31338" in processes.log("again"), "its public address", 60)
+    machines.start(HOME, "again", "swarm_peer.cli", *peer_options(invite, 1))
+    wait_for(lambda: f"addresses=/ip4/{router_ip}/tcp/31338" in processes.log("again"), "its public address", 60)
     wait_for(lambda: processes.log("again").count("step_done") > 3, "its steps", 60)
     lasting = output / "lasting-peers"
-    wait_for(lambda: f"/ip4/{ROUTER_IP}/tcp/31338/" in lasting.read_text(), "its public address in new invites", 60)
-    assert HOME_IP not in lasting.read_text()
+    wait_for(lambda: f"/ip4/{router_ip}/tcp/31338/" in lasting.read_text(), "its public address in new invites", 60)
+    assert network.ips[HOME] not in lasting.read_text()
     status = ("coordinator.cli", "status", str(output), "--json")
     assert machines.start(PUBLIC, "status", *status).wait(60) == 0
     peers = json.loads(processes.log("status").splitlines()[-1])["stages"][1]["peers"]
     assert [peer["is_reachable"] for peer in peers if peer["state"] == "serving"] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "way"),
+    [
+        (("port_restricted", "restricted"), "direct"),
+        (("symmetric", "double"), "through"),
+        (("no_udp", "full"), "direct"),
+    ],
+)
+def test_two_at_home_train_together_with_one_public_member_beside_them(
+    kinds: tuple[str, str], way: str, tmp_path: Path, processes: Processes, network: Internet, machines: Machines
+) -> None:
+    output = serve_on(PUBLIC, machines, processes, tmp_path)
+    invite = joining_words(processes.log("coordinator"))[0]
+    names = ("ann", "bob")
+    for stage, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        network.add_home(name, kind)
+        machines.start(name, name, "swarm_peer.cli", *peer_options(invite, stage))
+    counts_within(output, 90)
+    found = [way for name in names for way in re.findall("way_found .* way=([a-z]+)", processes.log(name))]
+    # A full cone may be dialled with nobody's help.
+    assert way in found or (not found and "full" in kinds)
+
+
+def test_a_router_that_forwards_ports_is_asked_to(
+    tmp_path: Path, processes: Processes, network: Internet, machines: Machines
+) -> None:
+    """Meanwhile their connection is carried; it gives way to a direct one."""
+    if not (shutil.which("miniupnpd") and shutil.which("nft")):
+        pytest.skip("needs miniupnpd and nft")
+    output = serve_on(PUBLIC, machines, processes, tmp_path)
+    invite = joining_words(processes.log("coordinator"))[0]
+    for stage, name in enumerate(("ann", "bob")):
+        network.add_home(name, "symmetric")
+        if name == "ann":
+            network.start_upnp(name, processes, tmp_path)
+        machines.start(name, name, "swarm_peer.cli", *peer_options(invite, stage))
+    counts_within(output, 90)
+    public = f"addresses=/ip4/{network.ips['router-ann']}/tcp/"
+    wait_for(lambda: public in processes.log("ann"), "the port that its router forwards", 90)
+    wait_for(lambda: "way_changes" in processes.log("bob"), "the direct way", 60)
+    counted = (output / "metrics.jsonl").read_text().count("\n")
+    wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > counted + 20, "twenty more steps", 90)
+    assert "lost" not in (output / "metrics.jsonl").read_text()

@@ -135,7 +135,10 @@ def test_peers_are_told_why_they_compute_little():
     assert "why" not in row(stage=0, state=PeerState.JOINING, note="downloads")
     assert row(stage=0, state=PeerState.DRAINING)["why"].startswith("finishes what it has begun")
     assert row(stage=-1, state=PeerState.JOINING)["why"] == "chooses its stage"
-    assert row(is_reachable=False)["reached"] is False
+    assert row(is_reachable=False)["reached"] == "with others' help"
+    assert row(is_reachable=True)["reached"] == "directly"
+    assert row(is_reachable=False, relays=(others[0].peer_id,))["reached"] == f"through {others[0].name}"
+    assert row(is_reachable=False, relays=("QmNobody12345678",))["reached"] == "through …12345678"
     assert "reached" not in row(is_reachable=None)
 
 

@@ -80,5 +80,5 @@ def test_a_note_gives_a_terminal_no_commands():
     Console(width=160, file=terminal, color_system=None, force_terminal=True).print(
         peers_table(RunWatch(make_watch().manifest, view))
     )
-    assert "]52;c;ZXZpbA== [2J [red] note; others cannot dial it" in terminal.getvalue()
+    assert "]52;c;ZXZpbA== [2J [red] note; reached with others' help" in terminal.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(terminal.getvalue())

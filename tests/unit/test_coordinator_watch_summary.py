@@ -96,6 +96,7 @@ def test_the_summary():
             "tokens_per_s": 20.0,
             "queue": 3,
             "is_reachable": None,
+            "relays": [],
             "time_percent": None,
         }
     ]

@@ -174,7 +174,7 @@ def test_nothing_is_wrong_where_a_machine_fits_its_run():
     text = {finding.check: finding.text for finding in findings}
     assert not wrong(findings)
     assert text["clock"] == "0.0 s behind the clocks of 3 members"
-    assert text["members"] == "3 of 3 answer, 3 directly, round trips of 50 to 50 ms"
+    assert text["members"] == "3 of 3 answer, 3 at addresses of their own, round trips of 50 to 50 ms"
     assert text["router"] == "one that translates addresses, as 11.0.0.9"
     assert text["links"] == "5.0 MB/s up and 20.0 MB/s down, at least"
     assert text["stages"] == "memory for all"
@@ -198,18 +198,18 @@ def test_what_nobody_tells_is_no_fault():
         (with_clocks(-31.0), "clock", Level.FAILURE, "31.0 s ahead"),
         (replace(RUN, ways=()), "members", Level.WARNING, "none was found to try"),
         (replace(RUN, ways=(LOST, LOST)), "members", Level.FAILURE, "none of 2 answers (no connection): let this"),
-        (replace(RUN, ways=(WAY, LOST)), "members", Level.WARNING, "1 of 2 answer, 1 directly"),
+        (replace(RUN, ways=(WAY, LOST)), "members", Level.WARNING, "1 of 2 answer, 1 at addresses of their own"),
         (
             replace(RUN, position=CLOSED),
             "port",
             Level.WARNING,
-            "closed to others at 11.0.0.9:31338: forward TCP port 31338 of the router to this machine",
+            "closed to others at 11.0.0.9:31338: forward port 31338 of the router (TCP and UDP) to this",
         ),
         (
             replace(RUN, position=replace(CLOSED, own_hosts=("11.0.0.9",))),
             "port",
             Level.WARNING,
-            "let TCP port 31338 through the firewall of this machine or of its cloud",
+            "let port 31338 through the firewall of this machine or of its cloud",
         ),
         (
             replace(RUN, position=replace(CLOSED, own_hosts=("100.70.1.2",))),

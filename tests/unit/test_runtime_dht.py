@@ -240,7 +240,7 @@ async def test_a_name_that_leads_to_this_machine_is_not_dialled(own, dialled):
     p2p._terminate = lambda: None  # hivemind's __del__ calls it, and there is nothing to end
     p2p._visible_maddrs, p2p._client = [own], SimpleNamespace(connect=AsyncMock())
     p2p.announced = lambda peer_id: [f"/dns4/localhost/tcp/22/p2p/{peer_id}"]
-    await p2p.dial(PeerID.from_base58(OTHER.peer_id))
+    await p2p.dial(OTHER.peer_id)
     to = [str(address) for call in p2p._client.connect.await_args_list for address in call.args[1]]
     assert to == ["/ip4/127.0.0.1/tcp/22"] * dialled
 

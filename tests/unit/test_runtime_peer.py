@@ -295,9 +295,10 @@ async def test_a_peer_with_a_stage_tells_its_gpu_by_name(monkeypatch):
         identity=context.identity,
         addresses=(),
         is_reachable=None,
+        relays=(),
         passes=None,
         store=store,
-        dial_by=lambda addresses_of: None,
+        dial_by=lambda addresses_of, can_be_dialled: None,
     )
     peer = Peer(
         context=context, dht=dht, transport=None, device=torch.device("cuda:0"), device_thread=SimpleNamespace()
@@ -311,7 +312,7 @@ async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():
     peer._context = make_context(MANIFEST, options=OPTIONS, too_large=(0,))
     peer._lifecycle, peer._options, peer._me = Lifecycle(MovedClock(now=1.0)), OPTIONS, "me"
     peer._mover = SimpleNamespace(movable=True, moving_to=1)
-    peer._dht = SimpleNamespace(is_reachable=None, addresses=())
+    peer._dht = SimpleNamespace(is_reachable=None, addresses=(), relays=())
     peer._replica, peer._moved_from, peer._waits, peer._opens = None, UNDECIDED, None, UNDECIDED
     assert (peer._describe().too_large, peer._describe().moving_to) == ((0,), 1)
 

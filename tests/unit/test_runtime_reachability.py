@@ -21,6 +21,7 @@ from swarm_peer.runtime.network import reachability
 from swarm_peer.runtime.network.peer_addresses import best_first
 from swarm_peer.runtime.network.reachability import Reachability, Sight, Ways, parse_sight, ways_to
 from swarm_peer.wire.identity import Identity
+from swarm_peer.wire.packing import unpack
 
 LOOPBACK, HOME, CLOUD = "/ip4/127.0.0.1/tcp/7", "/ip4/192.168.1.5/tcp/7", "/ip4/11.0.0.5/tcp/7"
 NAME = "/dns4/me.example.org/tcp/9"
@@ -116,7 +117,7 @@ def test_what_others_see_tells_how_they_reach_a_node(own, announced, sights, exp
 )
 def test_an_answer_is_a_sight_or_refused(data):
     try:
-        sight = parse_sight(data)
+        sight = parse_sight(unpack(data, "reach"))
     except InvalidMessage:
         return
     assert sight.host.startswith("/ip")
@@ -181,10 +182,10 @@ LONG = f"/ip6/2a00::1%{1500 * 'x'}/tcp/1"
 
 
 def test_a_sight_is_read_as_it_is_written():
-    assert parse_sight(msgpack.packb(["/ip4/11.0.0.9/tcp/4001", [7, 8]])) == sees("11.0.0.9", 7, 8)
+    assert parse_sight(("/ip4/11.0.0.9/tcp/4001", (7, 8))) == sees("11.0.0.9", 7, 8)
     for host in ("/ip4/11.0.0.9/tcp/1/p2p/Q/p2p-circuit", "/dns4/me.example.org/tcp/1", "/ip4/::1", "11.0.0.9", LONG):
         with pytest.raises(InvalidMessage):
-            parse_sight(msgpack.packb([host, []]))
+            parse_sight((host, ()))
 
 
 @pytest.fixture

@@ -233,7 +233,7 @@ function showPeers() {
         { text: String(peer.moves ?? 0) },
         { text: peer.since ? ago(state.now - peer.since) : "–", title: peer.since ? when(peer.since) : "" },
         { text: peer.device, title: peer.version && `Swarm ${peer.version}` },
-        { text: peer.reached === undefined ? "–" : peer.reached ? "✓ yes" : "✕ no" },
+        { text: peer.reached ?? "–" },
         { text: noteOf(peer) },
       ],
     };

@@ -167,7 +167,8 @@ def judge_members(ways: Sequence[MemberWay]) -> CheckFinding:
         return failure("members", seen, "let this machine dial out by TCP, in its firewall and its network's")
     trips_ms = sorted(1e3 * way.round_trip_s for way in reached if way.round_trip_s is not None)
     trips = f", round trips of {trips_ms[0]:.0f} to {trips_ms[-1]:.0f} ms" if trips_ms else ""
-    seen = f"{len(reached)} of {len(ways)} answer, {sum(way.is_direct for way in reached)} directly{trips}"
+    num_direct = sum(way.is_direct for way in reached)
+    seen = f"{len(reached)} of {len(ways)} answer, {num_direct} at addresses of their own{trips}"
     if lost:
         names = ", ".join(way.peer_id[-8:] for way in lost)
         return warning("members", f"{seen}; not {names} ({lost[0].reason})", "forward this machine's port, or theirs")
@@ -181,11 +182,11 @@ def judge_port(position: NetworkPosition) -> CheckFinding:
         return fine("port", f"TCP {ports}; nobody outside has tried it")
     if position.is_reachable:
         return fine("port", f"TCP {ports} is reached from outside")
-    remedy = f"forward TCP port {ports} of the router to this machine, and let its firewall through"
+    remedy = f"forward port {ports} of the router (TCP and UDP) to this machine, and let its firewall through"
     if router_of(position) in (RouterKind.SHARED, RouterKind.SEVERAL):
         remedy = "ask the provider for an address of this machine's own, since its router forwards no port"
     elif router_of(position) is RouterKind.NONE:
-        remedy = f"let TCP port {ports} through the firewall of this machine or of its cloud"
+        remedy = f"let port {ports} through the firewall of this machine or of its cloud (TCP and UDP)"
     return warning("port", f"closed to others at {', '.join(position.closed)}", remedy)
 
 

@@ -56,6 +56,8 @@ class PeerMetrics:
         self.duplicates = counter("duplicate_microbatches", "Microbatches that arrived again", "outcome")
         self.lost_samples = counter("lost_samples", "Samples whose gradient was accumulated and did not count")
         self.invalid_messages = counter("invalid_messages", "Messages that arrived and were refused", "part")
+        self.carried_connections = gauge("carried_connections", "Connections of this peer that another one carries")
+        self.carried_bytes = counter("carried_bytes", "Bytes carried for others, each once")
         self.lost_replies = counter("lost_replies", "Replies that their callers did not take")
         self.handler_defects = counter("handler_defects", "Calls whose handlers failed by a defect of this program")
         self.averaging_rounds = counter("averaging_rounds", "Averaging rounds with stage-mates", "outcome")

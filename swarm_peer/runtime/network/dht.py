@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import anyio
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import PeerID
 
 from swarm_peer.addresses import announced_address, announced_addresses, own_address
 from swarm_peer.config import RunManifest
@@ -29,8 +30,9 @@ from swarm_peer.runtime.network.guarded_p2p import (
     explain_start_failure,
     refusal_of,
 )
+from swarm_peer.runtime.network.meetings import Meetings
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.network.peer_addresses import listening, ports_of
+from swarm_peer.runtime.network.peer_addresses import by_quic, door_of, is_loopback, listening, ports_of
 from swarm_peer.runtime.network.reachability import Reachability, Ways
 from swarm_peer.runtime.network.record_storage import KeepingNode, keep_records
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
@@ -89,11 +91,13 @@ class SwarmDHT:
         clock: Clock,
         places: RecordPlaces,
         passes: PassChecker,
+        relays: Callable[[], Iterable[str]] = tuple,
     ):
         self.p2p: GuardedP2P = node.p2p
         self.passes = passes
         self.identity = identity
         self._ways = ways
+        self._relays = relays
         self._node = node
         self.metrics = metrics
         self._clock = clock
@@ -110,6 +114,8 @@ class SwarmDHT:
         host_maddrs: Sequence[str],
         first_port: int = FIRST_PORT,
         announce_maddrs: Sequence[str],
+        map_port: bool = False,
+        relay_mbps: float = 0.0,
         identity: Identity,
         identity_path: Path,
         metrics: PeerMetrics,
@@ -119,6 +125,8 @@ class SwarmDHT:
         Args:
             invite: to a run by invitation; None if the run is open to everybody
             first_port: where an address to listen on names no port, it gets the first one from here on that is free
+            map_port: whether to ask the router to forward the port
+            relay_mbps: megabits a second to carry between members that do not reach each other
 
         Raises:
             UserError: an address is malformed, no initial peer answers, or a port is taken
@@ -131,21 +139,12 @@ class SwarmDHT:
             host_maddrs = opened.enter_context(with_ports(host_maddrs, first_port))
             announce_maddrs = announced_addresses(announce_maddrs, ports_of(host_maddrs))
             try:
-                p2p = await GuardedP2P.create(
-                    initial_peers=list(initial_peers) or None,
-                    host_maddrs=host_maddrs,
-                    announce_maddrs=announce_maddrs or None,
-                    identity_path=str(identity_path),
-                    check_if_identity_free=False,
-                    # Port mapping and NAT probing are the operator's choice.
-                    nat_port_map=False,
-                    auto_nat=False,
-                    startup_timeout=START_TIMEOUT_S,
-                )
+                p2p = await _start_daemon(host_maddrs, announce_maddrs, identity_path, map_port, validator.passes)
                 opened.push_async_callback(_in_time, p2p.shutdown)
-                p2p.passes = validator.passes
+                await p2p.connect_first(initial_peers)
                 node = await _join(p2p, initial_peers, validator)
                 reachability = await Reachability.begin(p2p, announce_maddrs, host_maddrs)
+                meetings = _make_meetings(p2p, reachability, host_maddrs, relay_mbps, metrics)
             except UserError:
                 raise
             except Exception as error:  # hivemind raises errors of many types
@@ -158,9 +157,10 @@ class SwarmDHT:
                 clock=clock,
                 places=validator.places,
                 passes=validator.passes,
+                relays=meetings.relays.values,
             )
             opened.push_async_callback(_in_time, dht._close)
-            dht._tasks |= {asyncio.create_task(dht._rejoin()), asyncio.create_task(reachability.run())}
+            dht._tasks |= {asyncio.create_task(each) for each in (dht._rejoin(), reachability.run(), meetings.run())}
             yield dht
 
     @property
@@ -182,6 +182,13 @@ class SwarmDHT:
     def is_reachable(self) -> bool | None:
         """Whether others can dial this node; None if nobody has told."""
         return self._ways().is_reachable
+
+    @property
+    def relays(self) -> tuple[str, ...]:
+        """The nodes that carry this one's connections to others, those first that carry most of them."""
+        carried = Counter(self._relays())
+        self.metrics.carried_connections.set(carried.total())
+        return tuple(relay for relay, _ in carried.most_common())
 
     async def _rejoin(self) -> None:
         """Call peers that the routing table has lost.
@@ -209,15 +216,15 @@ class SwarmDHT:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._node.shutdown()
 
-    def dial_by(self, announced: Callable[[str], Sequence[str]]) -> None:
-        """Have peers dialled at the addresses that they announce."""
-        self.p2p.announced = announced
+    def dial_by(self, announced: Callable[[str], Sequence[str]], can_be_dialled: Callable[[str], bool | None]) -> None:
+        """Have peers dialled at the addresses that they announce; where they cannot be, others help."""
+        self.p2p.announced, self.p2p.can_be_dialled = announced, can_be_dialled
 
     async def dial(self, peer_ids: Sequence[str]) -> None:
         """Keep connections to some peers: those that cannot dial this node call it by them."""
         async with anyio.create_task_group() as tasks:
             for peer_id in peer_ids:
-                tasks.start_soon(self.p2p.dial, PeerID.from_base58(peer_id))
+                tasks.start_soon(self.p2p.dial, peer_id)
 
     def keep_run(self, run_id: str, manifest: RunManifest) -> None:
         """Have this node store the records of this run alone from now on."""
@@ -349,6 +356,38 @@ class SwarmDHT:
             "libp2p's daemon has died: start the peer again (out of memory? see the kernel's log; or was it told to "
             "end together with the peer, as systemd does without KillMode=mixed?)"
         )
+
+
+async def _start_daemon(
+    host_maddrs: Sequence[str], announce_maddrs: Sequence[str], identity_path: Path, map_port: bool, passes: PassChecker
+) -> GuardedP2P:
+    """Start the daemon, which also listens by QUIC where others than this machine's may come; see GuardedP2P.create."""
+    elsewhere = list(filterfalse(is_loopback, host_maddrs))
+    p2p = await GuardedP2P.create(
+        host_maddrs=[*host_maddrs, *map(by_quic, elsewhere)],
+        announce_maddrs=announce_maddrs or None,
+        identity_path=str(identity_path),
+        check_if_identity_free=False,
+        nat_port_map=map_port and bool(elsewhere),
+        # libp2p's own help for nodes behind routers is there for strangers as well; see meetings.py.
+        auto_nat=False,
+        use_relay=False,
+        startup_timeout=START_TIMEOUT_S,
+    )
+    p2p.passes = passes
+    return p2p
+
+
+def _make_meetings(
+    p2p: GuardedP2P, reachability: Reachability, host_maddrs: Sequence[str], relay_mbps: float, metrics: PeerMetrics
+) -> Meetings:
+    return Meetings(
+        p2p=p2p,
+        door=door_of(reachability.own if 0 in ports_of(host_maddrs) else host_maddrs),
+        relay_bytes_per_s=relay_mbps * 1e6 / 8,
+        own_addresses=lambda: reachability.own,
+        metrics=metrics,
+    )
 
 
 async def _join(p2p: GuardedP2P, initial_peers: Sequence[str], validator: SignedRecordValidator) -> DHTNode:

@@ -183,6 +183,11 @@ class Directory:
         # A peer can announce any text.
         return [each for each in announced if is_tcp_address(each, peer_id) and is_dialable(each, own)]
 
+    def can_be_dialled(self, peer_id: str) -> bool | None:
+        """Whether others can dial a peer, by its own account; None if nobody has told it, or it is not known."""
+        known = self._peers.get(peer_id)
+        return known[0].is_reachable if known else None
+
     def drop(self, peer_id: str, serial: int = -1) -> None:
         """Take a peer that said goodbye, or that cannot be reached, out of the view until it announces itself anew.
 
@@ -250,6 +255,7 @@ class Directory:
             moving_to=me.moving_to,
             addresses=tuple(self._dht.addresses[:MAX_ADDRESSES]),
             is_reachable=me.is_reachable,
+            relays=me.relays,
             incarnation=me.incarnation,
             name=me.name,
             time_shares=me.time_shares,

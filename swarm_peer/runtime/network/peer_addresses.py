@@ -68,6 +68,20 @@ def host_of(address: str) -> str:
     return address.split("/")[2]
 
 
+def door_of(addresses: Sequence[str]) -> tuple[str, int]:
+    """Host and port at which this machine itself connects to a node that listens on such addresses by TCP.
+
+    Raises:
+        ValueError: it listens on none
+    """
+    for address in sorted(addresses, key=is_loopback, reverse=True):
+        match address.split("/"):
+            case ["", "ip4" | "ip6", host, "tcp", port, *_]:
+                any_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+                return any_of.get(host, host), int(port)
+    raise ValueError(f"no address of TCP among {addresses}")
+
+
 def is_public(address: str) -> bool:
     """Whether an address is one of the internet, or a name; the others work in private networks alone."""
     try:
@@ -93,6 +107,16 @@ def best_first(addresses: Sequence[str]) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Whether an address can be reached from its own machine only."""
     return address.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def by_quic(address: str) -> str:
+    """An address of TCP as one of QUIC at the same port."""
+    return re.sub("/tcp/([0-9]+)", r"/udp/\1/quic-v1", address)
+
+
+def by_tcp(address: str) -> str:
+    """An address of QUIC as one of TCP at the same port."""
+    return re.sub("/udp/([0-9]+)/quic-v1", r"/tcp/\1", address)
 
 
 def is_dialable(address: str, own: Sequence[str]) -> bool:

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
 
 import anyio
-import msgpack
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
@@ -33,7 +31,7 @@ from swarm_peer.runtime.network.peer_addresses import (
     listening,
     ports_of,
 )
-from swarm_peer.wire.packing import unpack
+from swarm_peer.runtime.network.short_messages import receive, send, taken
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +41,6 @@ MAX_PORTS = 4
 MAX_ASKING = 16
 # Peers that a node asks. Some may be in its own network, and some may lie.
 PEERS_ASKED = 5
-# A pass, and some numbers.
-MAX_REQUEST_BYTES = 4096
 ANSWER_TIMEOUT_S = CONNECT_TIMEOUT_S + 5.0
 # Pause between looks at this machine's own addresses, and between questions as long as those stay the same. Until
 # somebody has answered, a node asks at each look; until somebody from outside has, it asks newcomers, too.
@@ -190,6 +186,11 @@ class Reachability:
                 log.warning("addresses_unknown reason=%s", error)
             await anyio.sleep(LOOK_S)
 
+    @property
+    def own(self) -> list[str]:
+        """The addresses of this machine's interfaces, with the node's ports."""
+        return self._own
+
     def _conclude(self, sights: Sequence[Sight]) -> None:
         before, self.ways = self.ways, ways_to(self._own, self._announced, sights)
         if before != self.ways:
@@ -198,8 +199,9 @@ class Reachability:
         if self._can_be_forwarded and self.ways.is_reachable is False and before.is_reachable is not False:
             ports = " and ".join(map(str, ports_of(self._announced or self._own)))
             log.warning(
-                "not_reachable closed=%s: others cannot dial this node; forward TCP port %s of the router to this "
-                "machine, and let its firewall through. Until then it works only with peers that it can dial itself",
+                "not_reachable closed=%s: others cannot dial this node. Members help each other's dials through "
+                "routers, or carry the connection, slowly; to be reached by all, forward port %s of the router (TCP "
+                "and UDP) to this machine, and let its firewall through",
                 ",".join(self.ways.closed),
                 ports,
             )
@@ -235,15 +237,15 @@ class Reachability:
         with _of_daemon():
             _, reader, writer = await self._p2p.call_binary_stream_handler(peer_id, PROTOCOL)
             with closing(writer):
-                await _send(writer, [self._p2p.passes.own_pass, ports_of(self._announced or self._own)[:MAX_PORTS]])
-                return parse_sight(await _receive(reader))
+                await send(writer, [self._p2p.passes.own_pass, ports_of(self._announced or self._own)[:MAX_PORTS]])
+                return parse_sight(await receive(reader, "reach"))
 
     async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Try the ports of a node that asks, at the host that its connection comes from."""
         peer_id = info.peer_id.to_base58()
         try:
             with closing(writer), on_network(ANSWER_TIMEOUT_S, is_closing=writer.is_closing):
-                shown, ports = _parse_request(await _receive(reader))
+                shown, ports = _parse_request(await receive(reader, "reach"))
                 self._p2p.passes.check(peer_id, shown)  # before a place is taken, which strangers could hold
                 if peer_id in self._asking or len(self._asking) >= MAX_ASKING:
                     return
@@ -251,7 +253,8 @@ class Reachability:
                 try:
                     host = _host_of(str(info.addr))
                     opened = await listening([f"{host}/tcp/{port}/p2p/{peer_id}" for port in ports])
-                    await _send(writer, [host, ports_of(opened)])
+                    await send(writer, [host, ports_of(opened)])
+                    await taken(reader)
                 finally:
                     self._asking.discard(peer_id)
         except CallError as error:
@@ -266,37 +269,26 @@ def _of_daemon() -> AbstractContextManager[None]:
 async def _own_addresses(p2p: GuardedP2P) -> list[str]:
     with _of_daemon():
         addresses = await p2p.get_visible_maddrs(latest=True)
-    return [str(address).rpartition("/p2p/")[0] for address in addresses]
+    # Of those by TCP, the ones by QUIC follow. libp2p names port 0 where a router has refused to forward one.
+    plain = [str(address).rpartition("/p2p/")[0] for address in addresses]
+    return [address for address in plain if any(ports_of([address]))]
 
 
-async def _send(writer: asyncio.StreamWriter, values: list[Any]) -> None:
-    data = msgpack.packb(values)
-    writer.write(len(data).to_bytes(2, "big") + data)
-    await writer.drain()
-
-
-async def _receive(reader: asyncio.StreamReader) -> bytes:
-    num_bytes = int.from_bytes(await reader.readexactly(2), "big")
-    if num_bytes > MAX_REQUEST_BYTES:
-        raise InvalidMessage(f"{num_bytes} bytes; at most {MAX_REQUEST_BYTES} go")
-    return await reader.readexactly(num_bytes)
-
-
-def _parse_request(data: bytes) -> tuple[bytes, tuple[int, ...]]:
-    match unpack(data, "reach"):
+def _parse_request(values: object) -> tuple[bytes, tuple[int, ...]]:
+    match values:
         case [bytes() as shown, tuple() as ports] if len(ports) <= MAX_PORTS and all(map(_is_port, ports)):
             return shown, ports
         case _:
             raise InvalidMessage(f"reach: not [pass, {MAX_PORTS} ports at most]")
 
 
-def parse_sight(data: bytes) -> Sight:
+def parse_sight(values: object) -> Sight:
     """Read the answer of a peer.
 
     Raises:
         InvalidMessage: it is no sight
     """
-    match unpack(data, "reach"):
+    match values:
         case [str() as host, tuple() as ports] if len(ports) <= MAX_PORTS and all(map(_is_port, ports)):
             return Sight(_host_of(host), ports)
         case _:
