@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from swarm_peer import __version__
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.commands.doctor import doctor
+from swarm_peer.commands.pause import pause, resume
 from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault, missing_letters
@@ -64,6 +65,8 @@ def _shown_default(value: object) -> str | None:
 # Of each command beside joining a run, in the order of use. Without one of them in front, options are of joining.
 EXAMPLES: dict[Callable[..., None], str] = {
     doctor: "swarm-peer doctor\nswarm-peer doctor swarm-invite-lMQgavLkz0...",
+    pause: "swarm-peer pause\nswarm-peer pause anna",
+    resume: "swarm-peer resume",
 }
 
 app = make_app(
@@ -71,7 +74,7 @@ app = make_app(
     """Example, with the invite that swarm-coordinator prints:
   swarm-peer --initial-peers swarm-invite-lMQgavLkz0...""",
 )
-app.usage = "Usage: swarm-peer [COMMAND] --initial-peers STR... [OPTIONS]"
+app.usage = "Usage: swarm-peer [COMMAND] [OPTIONS]"
 add_commands(app, EXAMPLES)
 
 

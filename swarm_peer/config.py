@@ -25,6 +25,7 @@ from pydantic import (
 
 from swarm_peer.addresses import EVERYWHERE
 from swarm_peer.codecs import check_codec
+from swarm_peer.owner_options import OwnerOptions
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
@@ -436,7 +437,7 @@ class RunManifest(Section):
 PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
 
 
-class PeerOptions(Settings):
+class PeerOptions(OwnerOptions, Settings):
     """How one peer takes part; each field is an option of swarm-peer."""
 
     initial_peers: Annotated[Addresses, RUN] = Field(min_length=1)

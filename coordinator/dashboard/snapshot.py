@@ -154,6 +154,7 @@ def _stage(watch: RunWatch, stage: int, supply: Sequence[float]) -> dict[str, An
         "serving": num_serving,
         "joining": sum(peer.state is PeerState.JOINING for peer in peers),
         "draining": sum(peer.state is PeerState.DRAINING for peer in peers),
+        "paused": sum(peer.state is PeerState.PAUSED for peer in peers),
         "supply": _three_digits(supply[stage]),
         "queue": sum(peer.queue for peer in peers),
         "is_empty": num_serving == 0,
@@ -168,12 +169,16 @@ def _stage(watch: RunWatch, stage: int, supply: Sequence[float]) -> dict[str, An
 def _limit(watch: RunWatch, stage: int, supply: Sequence[float], is_bottleneck: bool) -> str:
     """Why the stage does or does not hold up the run, in words."""
     if not watch.view.serving(stage):
-        waiting = [peer for peer in watch.view.in_stage(stage) if peer.note]
-        if waiting:
+        here = [peer for peer in watch.view.in_stage(stage) if peer.state is not PeerState.PAUSED]
+        if waiting := [peer for peer in here if peer.note]:
             who = plain_text(waiting[0].name, 32) or "a peer"
             return f"no peer serves it; {who} is joining: {plain_text(waiting[0].note, 200)}"
-        if watch.view.in_stage(stage):
+        if here:
             return "no peer serves it yet; one is joining"
+        if paused := watch.view.in_stage(stage):
+            return (
+                f"no peer serves it; {plain_text(paused[0].name, 32) or 'a peer'} is {plain_text(paused[0].note, 200)}"
+            )
         return "no peer serves it: the run waits until a new peer comes, or another stage's peer moves here"
     if emptied := _emptied(watch.view):
         return f"waits for {emptied}"
@@ -216,6 +221,8 @@ def _why(peer: PeerView, state: str, slowest: int, emptied: str) -> str:
         return "is not heard any more"
     if peer.stage == UNDECIDED:
         return "chooses its stage"
+    if peer.state is PeerState.PAUSED:  # its note says until when
+        return "" if peer.note else "is paused by its owner"
     if peer.state is PeerState.JOINING:
         return "" if peer.note else "gets the weights of its stage"
     if peer.state is PeerState.DRAINING:

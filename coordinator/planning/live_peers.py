@@ -13,14 +13,15 @@ from coordinator.planning.stage_work import stage_works
 from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.policy.placement.capacity import measured_work
 from swarm_peer.policy.planning.resources import PeerGroup
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import PeerView, SwarmView
 
 # Live peers whose speeds agree to so many digits are one group.
 SPEED_DIGITS = 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class LivePeers:
     """Assumptions on a live run's peers, beside the speed that they announce."""
 
@@ -58,26 +59,29 @@ def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> l
     """
     works = stage_works(manifest, manifest.stages.count)
     peers = [peer for peer in view.peers if 0 <= peer.stage < len(works)]
-    measured = sorted(peer.samples_per_s * works[peer.stage].flops for peer in peers if peer.samples_per_s > 0)
+    flops = [work.flops for work in works]
+    measured = sorted(measured_work(peer, flops) for peer in peers if peer.samples_per_s > 0)
     if not measured:
         raise UserError(
             f"none of the {len(peers)} peers of run {manifest.name} has measured its speed: wait until they train"
         )
     typical = measured[len(measured) // 2]
-    kinds = Counter(
-        (_rounded(peer.samples_per_s * works[peer.stage].flops or typical), peer.memory_bytes or assumed.memory_bytes)
-        for peer in peers
-    )
+    kinds = Counter((_rounded(measured_work(peer, flops) or typical), _known(peer, assumed)) for peer in peers)
     groups = [
-        PeerGroup(
-            name=f"live, {speed / 1e12:.2g} TFLOP/s",
-            count=number,
-            flops_per_s=speed,
-            **asdict(replace(assumed, memory_bytes=memory_bytes)),
-        )
-        for (speed, memory_bytes), number in sorted(kinds.items(), reverse=True)
+        PeerGroup(name=f"live, {speed / 1e12:.2g} TFLOP/s", count=number, flops_per_s=speed, **asdict(known))
+        for (speed, known), number in sorted(kinds.items(), reverse=True)
     ]
     return distinct(groups)
+
+
+def _known(peer: PeerView, assumed: LivePeers) -> LivePeers:
+    """The assumptions on a peer, less what its owner keeps of the machine."""
+    return replace(
+        assumed,
+        memory_bytes=peer.memory_bytes or assumed.memory_bytes,
+        upload_bytes_per_s=min(peer.upload_bytes_per_s or inf, assumed.upload_bytes_per_s),
+        download_bytes_per_s=min(peer.download_bytes_per_s or inf, assumed.download_bytes_per_s),
+    )
 
 
 def _rounded(value: float) -> float:

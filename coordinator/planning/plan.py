@@ -18,12 +18,13 @@ from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import resolve_model
+from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.automatic import predict_automatic
 from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Change, Option, Plan, plan, smallest_fitting
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.planning.square_cube import Hop
-from swarm_peer.runtime.host.expected_work import hop_bytes, step_settings
+from swarm_peer.runtime.host.expected_work import step_settings
 
 SECONDS_PER_DAY = 24 * 3600
 # Up to here every number of stages is tried; further ones are this factor apart.

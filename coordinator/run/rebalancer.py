@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.traffic import stage_traffic
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
@@ -43,6 +44,7 @@ class Rebalancer:
             state_bytes=tuple(float(max_state_bytes(resolved, stage)) for stage in stages),
             min_replicas=tuple(min_replicas for _ in stages),
             overhead_s=MOVE_OVERHEAD_S,
+            traffic=stage_traffic(resolved),
         )
         self.policy = LiveRebalancer(
             params,

@@ -35,7 +35,6 @@ from coordinator.watch.what_is_trained import training_line
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.host.metrics import count_logged_errors, serve_metrics
 from swarm_peer.runtime.host.ports import PortTaken
 from swarm_peer.runtime.host.processes import run_loop, spare_imports
@@ -250,7 +249,7 @@ async def _check_known_run(
     directory = observer_directory(manifest, dht)
     peers = (await directory.refresh(range(manifest.stages.count))).peers
     # Newcomers wait where all others are gone, and hold no states.
-    is_alive = any(peer.state is not PeerState.JOINING for peer in peers)
+    is_alive = any(peer.has_work for peer in peers)
     # The DHT forgets a manifest a day after the last coordinator; peers that announce themselves prove the run as well.
     if known is None and must_be_known and not peers:
         raise UserError(

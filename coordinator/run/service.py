@@ -51,7 +51,7 @@ from swarm_peer.model.export import NotWritten
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.trouble import Trouble
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.assignments import wait_for_end
@@ -255,7 +255,7 @@ class RunService:
             find_others=others_in(self._dht, self._directory, self._run_id),
         )
         # Newcomers wait where nobody has begun anything. Before its first step, a run has nothing to lose.
-        is_served = any(peer.state is not PeerState.JOINING for peer in view.peers)
+        is_served = any(peer.has_work for peer in view.peers)
         is_under_way = is_served or self._beginning.reached != (0, 0)
         run = await AgreedRun.open(around, transport, is_under_way=is_under_way, last_round=files.round_number)
         self._agreed = run

@@ -18,6 +18,8 @@ EventKind = Literal[
     "left",
     "died",
     "moved",
+    "paused",
+    "resumed",
     "stage_empty",
     "stage_served",
     "rewound",
@@ -87,6 +89,7 @@ class _Known:
     Attributes:
         incarnation: see PeerView; 0 if an earlier process of this coordinator has seen it
         is_leaving: it drained, or said that it has left
+        is_paused: by its owner
         missing_since_s: when it was first not seen any more
     """
 
@@ -94,6 +97,7 @@ class _Known:
     name: str
     incarnation: int = 0
     is_leaving: bool = False
+    is_paused: bool = False
     missing_since_s: float | None = None
 
 
@@ -185,11 +189,17 @@ class Happenings:
                 yield _of_peer("moved", peer, self._move_text(peer, known.stage), now_s)
             elif known.incarnation and peer.incarnation > known.incarnation:
                 yield _of_peer("joined", peer, f"begins anew in stage {peer.stage}.", now_s)
+            is_paused = peer.state is PeerState.PAUSED
+            if is_paused and (known is None or not known.is_paused):
+                yield _of_peer("paused", peer, f"of stage {peer.stage} is {peer.note or 'paused by its owner'}.", now_s)
+            elif known is not None and known.is_paused and not is_paused:
+                yield _of_peer("resumed", peer, f"comes back to stage {peer.stage}.", now_s)
             self._peers[peer.peer_id] = _Known(
                 stage=peer.stage,
                 name=peer.name,
                 incarnation=peer.incarnation,
                 is_leaving=peer.state is PeerState.DRAINING,
+                is_paused=is_paused,
             )
 
     def _move_text(self, peer: PeerView, from_stage: int) -> str:

@@ -105,7 +105,7 @@ def run_table(watch: RunWatch) -> Table:
     caption = "   ".join([f"{_step(watch)} {samples}", *_figures(watch)]) + _coordination(watch)
     title = Text(f"run {manifest.name}\n{training_line(manifest)}")
     table = Table(title=title, expand=True, caption=Text(caption))  # rich must see no markup in them
-    for column in ("stage", "peers serving", "joining / draining", "queue", "tokens/s announced", "busy", "step"):
+    for column in ("stage", "peers serving", "others", "queue", "tokens/s announced", "busy", "step"):
         table.add_column(column, justify="right")
     for stage in range(manifest.stages.count):
         peers, num_serving = watch.view.in_stage(stage), len(watch.view.serving(stage))

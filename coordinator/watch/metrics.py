@@ -119,7 +119,7 @@ class CoordinatorMetrics:
 
     def _update_stage(self, watch: RunWatch, stage: int) -> None:
         peers, shares = watch.view.in_stage(stage), watch.view.mean_time_shares(stage)
-        for state in (PeerState.JOINING, PeerState.SERVING, PeerState.DRAINING):
+        for state in (PeerState.JOINING, PeerState.SERVING, PeerState.DRAINING, PeerState.PAUSED):
             self._peers.labels(stage, state.value).set(sum(peer.state is state for peer in peers))
         self._samples_per_s.labels(stage).set(sum(peer.samples_per_s for peer in peers))
         self._queue.labels(stage).set(sum(peer.queue for peer in peers))

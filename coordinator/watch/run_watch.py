@@ -10,7 +10,7 @@ from swarm_peer.config import RunManifest
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.run_progress import Position, is_reached, position_of
 from swarm_peer.policy.standstill import Standstill, find_divergence, find_standstill, find_troubled
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import PeerView, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport, Validation
 
 # The shares of a validation come from several peers, one after the other.
@@ -147,7 +147,7 @@ class RunWatch:
         self.view, self.seen_s = view, now
         if self._recalled and view.peers:
             self._go_on_from_recalled()
-        authors = sorted(peer.peer_id for peer in view.in_stage(0) if peer.state is not PeerState.JOINING)
+        authors = sorted(peer.peer_id for peer in view.in_stage(0) if peer.has_work)
         known = {author: progress[author] for author in authors if author in progress}
         if known:
             self.current_round = median_high(record.current.round_number for record in known.values())

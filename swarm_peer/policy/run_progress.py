@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from swarm_peer.policy.view import PeerState, PeerView, SwarmView
+from swarm_peer.policy.view import PeerView, SwarmView
 
 # The last round that messages can carry (wire/records.py, RoundNumber).
 MAX_ROUND = 2**40 - 1
@@ -68,7 +68,7 @@ def is_reached(position: Position, told: Mapping[str, Collection[Position]], vie
         return False
     # A peer that has been rewound still confirms the rounds right before the rewind, up to the weights that it kept.
     continues = position.follows(last)
-    authors = [peer for peer in view.in_stage(0) if peer.state is not PeerState.JOINING]
+    authors = [peer for peer in view.in_stage(0) if peer.has_work]
     others = [view.serving(stage) for stage in range(1, view.num_stages)]
 
     def has_come(peer: PeerView) -> bool:

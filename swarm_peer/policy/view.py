@@ -22,13 +22,15 @@ class PeerState(str, Enum):
     """The state of a peer as it announces it.
 
     A peer that has left its stage says so with the last announcement of that life, its tombstone there. No view shows
-    the peer in that state.
+    the peer in that state. One whose owner has it paused has left its stage, too: it holds nothing of it, and will come
+    back to it.
     """
 
     JOINING = "joining"
     SERVING = "serving"
     DRAINING = "draining"
     LEFT = "left"
+    PAUSED = "paused"
 
 
 class Life(NamedTuple):
@@ -67,7 +69,8 @@ class PeerView:
 
     Attributes:
         round_number: the round that the peer is in
-        samples_per_s: measured compute throughput of its stage, forward and backward; 0 if not measured yet
+        samples_per_s: throughput of its stage, forward and backward, as its device is measured and its link is
+            limited; 0 if not known yet
         queue: microbatches that it holds
         optimizer_step: that of its weights
         movable: whether the coordinator may move the peer to another stage
@@ -77,6 +80,8 @@ class PeerView:
         memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
         too_large: the stages that it has no memory for
         bandwidth_bytes_per_s: how fast it has downloaded its state; 0 if not measured
+        upload_bytes_per_s, download_bytes_per_s: what its owner lends of its link, in bytes of calls; 0 for no limit
+        device_samples_per_s: what its device could do in its stage, if the link lets less through; else 0
         since_s: when it entered its state, on the clock of `now_s`; None if not known
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         moving_to: the stage that it prepares to move to, or leaves this one for; UNDECIDED if none
@@ -106,6 +111,9 @@ class PeerView:
     memory_bytes: int = 0
     too_large: tuple[int, ...] = ()
     bandwidth_bytes_per_s: float = 0.0
+    upload_bytes_per_s: float = 0.0
+    download_bytes_per_s: float = 0.0
+    device_samples_per_s: float = 0.0
     since_s: float | None = None
     is_reachable: bool | None = None
     relays: tuple[str, ...] = ()
@@ -120,6 +128,11 @@ class PeerView:
     metrics_address: str = ""
     trouble: Trouble | None = None
     trouble_since_s: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it holds weights of its stage, and may have computed in the present round."""
+        return self.state in (PeerState.SERVING, PeerState.DRAINING)
 
     @property
     def life(self) -> Life:

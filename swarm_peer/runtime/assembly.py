@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm_peer.model.costs import REPLIES_KEPT
+from swarm_peer.model.traffic import stage_traffic
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.policy.view import PeerState, SwarmView
@@ -255,7 +256,8 @@ class Assembly:
         time = TimeMeter(clock=context.clock, busy_s=self.peer.device_thread.busy_s)
         rounds = RoundBook(context.changed, time.enter)
         fitting = microbatch_capacity(context.resolved, spec, self.trainer.device, context.options.max_memory)
-        capacity, speed = Capacity(fitting), SpeedMeter(context.metrics)
+        lent = stage_traffic(context.resolved)[spec.index].samples_per_s(*context.lent_bytes_per_s)
+        capacity, speed = Capacity(fitting), SpeedMeter(context.metrics, lent)
         next_stage = None
         if not spec.is_last:
             next_stage = StageClient(

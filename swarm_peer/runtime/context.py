@@ -19,6 +19,10 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.identity import Identity
 
+# Bytes that leave a machine for each byte of a call: what libp2p adds to encrypt and to share a connection (frames of
+# yamux, messages of Noise), and the headers of TCP and IP in packets of 1500 bytes (benchmarks/capped_link.py).
+BYTES_PER_BYTE = 1.06
+
 if TYPE_CHECKING:  # observers read clocks and have no models
     from swarm_peer.model.resolved import ResolvedManifest
 
@@ -105,3 +109,10 @@ class PeerContext:
     metrics: PeerMetrics
     changed: Condition
     too_large: tuple[int, ...] = ()
+
+    @property
+    def lent_bytes_per_s(self) -> tuple[float, float]:
+        """Bytes of calls that this peer's owner lets it send and receive in a second; 0 for any number."""
+        options = self.options
+        up, down = ((mbps or 0.0) * 1e6 / 8 for mbps in (options.max_upload_mbps, options.max_download_mbps))
+        return up / BYTES_PER_BYTE, down / BYTES_PER_BYTE

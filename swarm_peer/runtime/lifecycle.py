@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
 import anyio
 
+from swarm_peer.errors import NotServing
 from swarm_peer.policy.view import PeerState
 from swarm_peer.runtime.context import Clock
+from swarm_peer.runtime.network.transport import Handler, Reply
+from swarm_peer.wire.messages import Body
 
 # The states that each state may be followed by. A stay in a stage goes from JOINING to LEFT; others may take a peer's
 # place from it meanwhile, also while it drains for a move, so that it joins again.
 TRANSITIONS = {
-    PeerState.JOINING: {PeerState.SERVING, PeerState.DRAINING},
+    PeerState.JOINING: {PeerState.SERVING, PeerState.DRAINING, PeerState.PAUSED},
     PeerState.SERVING: {PeerState.DRAINING, PeerState.JOINING},
-    PeerState.DRAINING: {PeerState.SERVING, PeerState.JOINING, PeerState.LEFT},
-    PeerState.LEFT: {PeerState.JOINING},
+    PeerState.DRAINING: {PeerState.SERVING, PeerState.JOINING, PeerState.LEFT, PeerState.PAUSED},
+    PeerState.LEFT: {PeerState.JOINING, PeerState.PAUSED},
+    PeerState.PAUSED: {PeerState.JOINING, PeerState.LEFT},
 }
 
 
@@ -25,8 +33,11 @@ class Lifecycle:
         since_s: time at which it entered that state, on the context's clock
         note: the reason, in words, that it does not serve yet; else empty
         stop: set when the peer has to leave its stage
-        next_stage: the stage that it serves then; None if it leaves the run
+        next_stage: the stage that it serves then; None if it leaves the run, or is paused
         ended: set when the peer leaves the run
+        halted: set while it may not serve any stage: its owner has it paused, or it leaves the run
+        resumed: set while it may, and once it leaves the run
+        pause_note: why its owner has it paused, in words; empty if it is not
     """
 
     def __init__(self, clock: Clock):
@@ -34,6 +45,9 @@ class Lifecycle:
         self.stop = anyio.Event()
         self.next_stage: int | None = None
         self.ended = anyio.Event()
+        self.halted, self.resumed = anyio.Event(), anyio.Event()
+        self.resumed.set()
+        self.pause_note = ""
         self._set(PeerState.JOINING)
 
     def _set(self, state: PeerState) -> None:
@@ -52,12 +66,38 @@ class Lifecycle:
 
     def end(self) -> None:
         """Leave for good: the run is over, or its operator says so. It also ends a move."""
-        self.ended.set()
+        for event in (self.ended, self.halted, self.resumed):
+            event.set()
+        self._leave()
+
+    def _leave(self) -> None:
         self.next_stage = None
         self.stop.set()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether its owner has the peer paused; not once it leaves the run."""
+        return bool(self.pause_note) and not self.has_ended
+
+    def pause(self, words: str) -> None:
+        """Leave the stage, if the peer is in one, and serve none until `resume`. It also ends a move."""
+        if not self.has_ended and not self.pause_note:
+            self.halted.set()
+            self.resumed = anyio.Event()
+            self._leave()
+        self.pause_note = words
+        if self.state is PeerState.PAUSED:
+            self.note = words
+
+    def resume(self) -> None:
+        """Serve again. A stage that the peer has begun to leave meanwhile it leaves, to join it anew."""
+        self.pause_note = ""
+        self.resumed.set()
+        if not self.has_ended:
+            self.halted = anyio.Event()
+
     def move(self, stage: int) -> bool:
-        """Leave the stage for another one, or to join it anew. Returns False if the peer leaves already."""
+        """Leave the stage for another one. Returns False if the peer leaves already."""
         if self.stop.is_set():
             return False
         self.next_stage = stage
@@ -68,9 +108,20 @@ class Lifecycle:
         """Begin to join the next stage, unless the peer is to leave that one, too."""
         self.enter(PeerState.JOINING)
         self.next_stage = None
-        if not self.has_ended:
+        if not self.halted.is_set():
             self.stop = anyio.Event()
 
     def explain(self, note: str) -> None:
         """Note why this peer does not serve yet; announcements carry the note."""
         self.note = note
+
+
+def refusing(calls: Mapping[type[Body], Handler], lifecycle: Lifecycle) -> dict[type[Body], Handler]:
+    """The same handlers, which give nothing while the owner has the peer paused: the link is the owner's, too."""
+
+    async def give(handle: Handler, caller: str, call: Any, tensors: Sequence[memoryview]) -> Reply:
+        if lifecycle.is_paused:
+            raise NotServing(f"this peer is {lifecycle.pause_note}")
+        return await handle(caller, call, tensors)
+
+    return {call: partial(give, handle) for call, handle in calls.items()}

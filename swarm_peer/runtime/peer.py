@@ -8,6 +8,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, HubFailed, NotAdmitted, UserError
+from swarm_peer.policy.owner import Pause
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
 from swarm_peer.protocol.epochs import Certified
@@ -19,7 +20,7 @@ from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
-from swarm_peer.runtime.lifecycle import Lifecycle
+from swarm_peer.runtime.lifecycle import Lifecycle, refusing
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.agreement import Agreement, find_epochs, ticket_of
 from swarm_peer.runtime.network.assignments import wait_for_end
@@ -31,7 +32,8 @@ from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.probing import ProbeGiver
 from swarm_peer.runtime.network.transport import Transport
-from swarm_peer.runtime.replica import Replica
+from swarm_peer.runtime.owner import Owner, PeerCondition
+from swarm_peer.runtime.replica import PLACE_S, Replica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.wire.agreement import Statements
@@ -65,6 +67,7 @@ class Peer:
         transport: Transport,
         device: torch.device,
         device_thread: DeviceThread,
+        owner: Owner | None = None,
         counted: CountedHook | None = None,
     ):
         """Make a peer without replicas.
@@ -72,6 +75,7 @@ class Peer:
         Args:
             device: that it computes on
             device_thread: uses the device; the peer stops it at its end
+            owner: says when the peer may serve; None for always
             counted: told of each microbatch that the peer counts at stage 0; for tests
         """
         self._context = context
@@ -80,6 +84,7 @@ class Peer:
         self._dht = dht
         self._transport = transport
         self._metrics = context.metrics
+        self._owner = owner
         self._counted = counted
         self._me = context.identity.peer_id
         self._lifecycle = Lifecycle(context.clock)
@@ -100,14 +105,16 @@ class Peer:
         self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes.calls)
         self._mover: Mover | None = None
         self._replica: Replica | None = None  # the one that serves, or is to serve next
-        self._opens = UNDECIDED  # the stage of the replica that is being made
+        self._opens = UNDECIDED  # the stage of the replica that is being made, or will be after a pause
         self._moved_from = UNDECIDED
+        self._is_resting = False
         self._failure: UserError | None = None
         self._waits: Complaint | None = None  # for those who vote
 
     def _describe(self) -> PeerView:
         """This peer as it announces itself."""
         lifecycle, replica, mover = self._lifecycle, self._replica, self._mover
+        lent = self._context.lent_bytes_per_s
         about = PeerView(
             peer_id=self._me,
             stage=self._opens,
@@ -117,6 +124,8 @@ class Peer:
             note=lifecycle.note,
             memory_bytes=self._options.max_memory or 0,
             too_large=self._context.too_large,
+            upload_bytes_per_s=lent[0],
+            download_bytes_per_s=lent[1],
             since_s=lifecycle.since_s,
             moved_from=self._moved_from,
             moving_to=UNDECIDED if mover is None else mover.moving_to,
@@ -153,6 +162,8 @@ class Peer:
                 tasks.start_soon(self._device_thread.watch)
                 tasks.start_soon(self._look_for_revocations)
                 tasks.start_soon(self._keep_dialling)
+                if self._owner is not None:
+                    tasks.start_soon(self._owner.run, self._condition, self._obey_owner)
                 if (first := await self._find_epochs()) is not None:
                     parts = self._make_parts(first)
                     tasks.start_soon(parts.agreement.run)
@@ -219,7 +230,8 @@ class Peer:
             members=self._whom_to_ask,
             explain=self._lifecycle.explain,
         )
-        self._dispatcher.add(None, snapshots.calls | agreement.calls | base.giver.calls)
+        large = refusing(snapshots.calls | base.giver.calls, self._lifecycle)
+        self._dispatcher.add(None, agreement.calls | large)
         parts = PeerParts(
             context=context,
             device=self._device,
@@ -254,9 +266,56 @@ class Peer:
 
     async def _stay_in_stages(self, parts: PeerParts, stage: int) -> None:
         assert self._mover is not None
-        self._replica = await self._open(parts, stage)
-        while self._replica is not None and (next_stage := await self._stay(self._replica, self._mover)) is not None:
-            await self._begin_stay(parts, self._mover, next_stage)
+        patience_s = 0.0  # nobody depends on this peer yet
+        while not self._lifecycle.has_ended:
+            if self._lifecycle.is_paused:
+                await self._rest(parts, self._mover, stage)
+            await self._begin_stay(parts, self._mover, stage, patience_s)
+            if self._replica is not None:
+                stage, patience_s = await self._stay(self._replica, self._mover), HUB_PATIENCE_S
+
+    async def _rest(self, parts: PeerParts, mover: Mover, stage: int) -> None:
+        """Hold nothing of any stage while the owner has this peer paused; it still takes part in agreement.
+
+        Args:
+            stage: that it has left, and comes back to
+        """
+        self._replica, self._opens, self._moved_from = None, stage, UNDECIDED
+        mover.take_prepared()  # for a move that came to nothing
+        self._lifecycle.enter(PeerState.PAUSED)
+        self._lifecycle.explain(self._lifecycle.pause_note)
+        await self._context.threads.run(free_device_memory, self._device)
+        log.warning("paused stage=%d reason=%s", stage, self._lifecycle.note)
+        self._is_resting = True
+        await self._directory.announce()
+        async with self._directory.kept_fresh(range(self._manifest.stages.count)):
+            await self._lifecycle.resumed.wait()
+        self._is_resting = False
+        if self._lifecycle.has_ended:
+            await self._say_goodbye()
+            return
+        log.warning("resumed stage=%d", stage)
+        # A place that it could not give up in time, since those who vote were silent, is of weights that are gone.
+        membership = parts.agreement.core.membership
+        with anyio.move_on_after(PLACE_S):
+            await self._context.changed.wait_for(lambda: stage not in membership.stages)
+
+    def _condition(self) -> PeerCondition:
+        """This peer as its owner's commands show it."""
+        replica = self._replica
+        return PeerCondition(
+            stage=self._opens if replica is None else replica.stage,
+            state=self._lifecycle.state.value,
+            note=self._lifecycle.note,
+            is_at_rest=self._is_resting,
+            leaving_bytes=0 if replica is None else replica.leaving_bytes,
+        )
+
+    def _obey_owner(self, pause: Pause | None) -> None:
+        if pause is not None:
+            self._lifecycle.pause(pause.words)
+        else:
+            self._lifecycle.resume()
 
     async def _keep_dialling(self) -> None:
         """While others cannot dial this peer, dial them: they call it over the connections that it has made."""
@@ -279,7 +338,7 @@ class Peer:
             await anyio.sleep(self._manifest.limits.announcement_s)
 
     async def _open(self, parts: PeerParts, stage: int) -> Replica | None:
-        """Make a replica of a stage. Returns None if this peer is told to end meanwhile.
+        """Make a replica of a stage. Returns None if this peer is told to end, or is paused, meanwhile.
 
         That may take hours, where weights are downloaded: newcomers are to know of it, and donors to know this peer.
         One that moves has them before it leaves its stage.
@@ -292,7 +351,7 @@ class Peer:
             async with anyio.create_task_group() as tasks:
 
                 async def give_up() -> None:
-                    await self._lifecycle.ended.wait()
+                    await self._lifecycle.halted.wait()
                     tasks.cancel_scope.cancel()
 
                 async def announce() -> None:
@@ -309,11 +368,11 @@ class Peer:
         self._opens = UNDECIDED
         return replica
 
-    async def _stay(self, replica: Replica, mover: Mover) -> int | None:
+    async def _stay(self, replica: Replica, mover: Mover) -> int:
         """Serve the stage of the present replica until this peer leaves it, and close the replica.
 
         Returns:
-            the stage that this peer moves to; None if it leaves for good
+            the stage that this peer moves to, or comes back to after a pause
         """
         replica.start_answering()
         self._metrics.stage.set(replica.stage)
@@ -327,26 +386,29 @@ class Peer:
             tasks.cancel_scope.cancel()
         await replica.close()
         self._moved_from = replica.stage
-        return self._lifecycle.next_stage
+        return replica.stage if self._lifecycle.next_stage is None else self._lifecycle.next_stage
 
-    async def _begin_stay(self, parts: PeerParts, mover: Mover, stage: int) -> None:
+    async def _begin_stay(self, parts: PeerParts, mover: Mover, stage: int, patience_s: float = HUB_PATIENCE_S) -> None:
         """Begin to serve the next stage, with the replica that has been prepared for it or with a new one.
 
-        There is none if this peer is to end before it is made.
+        There is none if this peer is to end, or is paused, before it is made.
+
+        Args:
+            patience_s: for a hub that fails
         """
         # The stage that was left has to be out of memory before the next one is made.
         self._replica = mover.take_prepared()
         await self._context.threads.run(free_device_memory, self._device)
         began_s = self._context.clock.monotonic_s()
-        while self._replica is None and not self._lifecycle.has_ended:
+        while self._replica is None and not self._lifecycle.halted.is_set():
             try:
                 self._replica = await self._open(parts, stage)
             except HubFailed as error:  # this peer has left its stage, and would leave the run
-                if self._context.clock.monotonic_s() - began_s >= HUB_PATIENCE_S:
+                if self._context.clock.monotonic_s() - began_s >= patience_s:
                     raise
                 log.warning("waiting stage=%d reason=%s", stage, error)
                 with anyio.move_on_after(HUB_PAUSE_S):
-                    await self._lifecycle.ended.wait()
+                    await self._lifecycle.halted.wait()
         if self._replica is None:
             return
         if self._moved_from == stage:
@@ -386,17 +448,25 @@ class Peer:
             async with self._directory.kept_fresh([replica.stage]):
                 await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
         is_serving = self._lifecycle.state is PeerState.SERVING
-        if is_serving and self._lifecycle.has_ended and not self._metrics.run_is_over and not replica.stage_mates():
+        if (
+            is_serving
+            and self._lifecycle.halted.is_set()
+            and not self._metrics.run_is_over
+            and not replica.stage_mates()
+        ):
             text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
             log.warning(text, replica.stage)
         self._lifecycle.enter(PeerState.DRAINING)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)
             await replica.leave(lambda: self._lifecycle.next_stage)
+        await self._say_goodbye()
+        log.info("left stage=%d round=%d", replica.stage, replica.step.round_number)
+
+    async def _say_goodbye(self) -> None:
         self._lifecycle.enter(PeerState.LEFT)
         with anyio.move_on_after(GOODBYE_S):
             await self._directory.announce()
-        log.info("left stage=%d round=%d", replica.stage, replica.step.round_number)
 
     def _is_awaited(self, stage: int) -> bool:
         """Whether a peer is joining this stage and has nobody but this one to get its state from."""

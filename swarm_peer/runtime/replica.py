@@ -137,7 +137,7 @@ class Replica:
 
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""
-        admission, step = self.parts.core.admission, self.step
+        admission, speed, step = self.parts.core.admission, self.parts.core.speed, self.step
         if (complaint := self._complaint(peer.state)) is not None:
             peer = peer.complaining(complaint)
         return replace(
@@ -146,7 +146,8 @@ class Replica:
             incarnation=self._peer.agreement.core.membership.me.life,
             round_number=step.weights_round,
             optimizer_step=step.optimizer_step,
-            samples_per_s=self.parts.core.speed.samples_per_s,
+            samples_per_s=speed.samples_per_s,
+            device_samples_per_s=speed.device_samples_per_s if speed.is_limited else 0.0,
             queue=admission.admitted + admission.held,
             bandwidth_bytes_per_s=self.parts.sources.bytes_per_s,
             time_shares=self.parts.core.time.shares(),
@@ -166,6 +167,11 @@ class Replica:
         count = self._manifest.stages.count
         around = {self.stage - 1, self.stage, min(self.stage + 1, count - 1)}
         return range(count) if self.stage == 0 else sorted({0} | around)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes that it still sends if it leaves now, at the most: its gradients, which may be of two rounds."""
+        return 2 * self.parts.giving.num_bytes
 
     def stage_mates(self) -> list[str]:
         """Ids of the other peers that have a place in this stage and announce that they serve it."""

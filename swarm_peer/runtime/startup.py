@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -15,18 +16,22 @@ from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_begins
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.traffic import stage_traffic
 from swarm_peer.policy.diagnosis.finding import Level
 from swarm_peer.policy.diagnosis.machine_findings import judge_machine
+from swarm_peer.policy.owner import Hours, OwnerPolicy
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.launcher import CountedHook
+from swarm_peer.runtime.host.connections import count_connections
 from swarm_peer.runtime.host.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
 from swarm_peer.runtime.host.machine_facts import look_at_machine
 from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics, show_disk
+from swarm_peer.runtime.host.other_use import sights_of
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
 from swarm_peer.runtime.host.preparation import (
     believed_limit,
@@ -37,11 +42,14 @@ from swarm_peer.runtime.host.preparation import (
     stages_too_large,
 )
 from swarm_peer.runtime.host.processes import run_loop, signals_set, spare_imports
+from swarm_peer.runtime.host.running_peers import running_folder, shown
 from swarm_peer.runtime.host.scratch import scratch_folder
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest, read_entrance
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.link import Link
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
+from swarm_peer.runtime.owner import DailyCount, Owner
 from swarm_peer.runtime.peer import Peer
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.wire.codecs import encoded_bytes
@@ -121,8 +129,7 @@ async def _run(
             dht.passes.keep_in(KeptFile(state_folder() / f"revocations-{entrance.invite.run_id}"))
         log.info("peer_started peer=%s addresses=%s", identity.peer_id, " ".join(dht.addresses))
         run_id, manifest = await find_manifest(dht, entrance, options.run_id)
-        threads = SystemThreads()
-        # Slow work happens in threads: this process is a node of the DHT already.
+        threads = SystemThreads()  # for slow work: this process is a node of the DHT already
         resolved, options, too_large = await threads.run(_examine, manifest, device, options)
         context = PeerContext(
             run_id=run_id,
@@ -140,22 +147,59 @@ async def _run(
         stage = await choose_first_stage(context, dht, device)
         await threads.run(check_begins, manifest, options.data_dir)
         log.info("stage_chosen run=%s manifest=%s stage=%d", run_id, resolved.hash, stage)
-        ended = anyio.Event()
-        async with (
-            P2PTransport.open(
-                dht.p2p, passes=dht.passes, max_payload_bytes=_max_payload_bytes(resolved), metrics=metrics
-            ) as transport,
-            signals_set(ended),
-        ):
-            peer = Peer(
-                context=context,
-                dht=dht,
-                transport=transport,
-                device=device,
-                device_thread=DeviceThread(clock=context.clock, threads=threads, metrics=metrics, device=device),
-                counted=counted,
-            )
-            await peer.run(stage, ended)
+        await _take_part(context, dht, device, stage, counted)
+
+
+async def _take_part(
+    context: PeerContext, dht: SwarmDHT, device: torch.device, stage: int, counted: CountedHook | None
+) -> None:
+    """Serve a stage, and then others, as long as the owner of the machine lets the peer."""
+    options, metrics = context.options, context.metrics
+    link = Link.of(options.max_upload_mbps, options.max_download_mbps, context.clock)
+    payload_bytes = _max_payload_bytes(context.resolved)
+    async with (
+        P2PTransport.open(
+            dht.p2p, passes=dht.passes, max_payload_bytes=payload_bytes, metrics=metrics, link=link
+        ) as transport,
+        signals_set(ended := anyio.Event()),
+        _owner_of(context, device, link) as owner,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(count_connections, dht.daemon_pid, link.settle)
+        peer = Peer(
+            context=context,
+            dht=dht,
+            transport=transport,
+            device=device,
+            device_thread=DeviceThread(clock=context.clock, threads=context.threads, metrics=metrics, device=device),
+            owner=owner,
+            counted=counted,
+        )
+        await peer.run(stage, ended)
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _owner_of(context: PeerContext, device: torch.device, link: Link) -> AsyncIterator[Owner]:
+    """The owner whom a peer obeys; while the context is open, other shells find the peer."""
+    options = context.options
+    count = DailyCount(KeptFile(state_folder() / f"sent-{context.identity.peer_id}"))
+    per_day = options.max_upload_gb_per_day
+    policy = OwnerPolicy(
+        hours=None if options.hours is None else Hours.parse(options.hours),
+        max_sent_bytes_per_day=None if per_day is None else 1e9 * per_day,
+        spent_day=count.spent_day,
+    )
+    sights = await context.threads.run(sights_of, device) if options.pause_when_busy else ()
+    with shown(running_folder(), context.identity.peer_id) as files:
+        yield Owner(
+            context=context,
+            policy=policy,
+            count=count,
+            sent_bytes=lambda: int(link.sent_bytes),
+            files=files,
+            sights=sights,
+        )
 
 
 def _open_dht(
@@ -210,7 +254,15 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT, device: torch.
             raise UserError(f"--stage {options.stage}: the run has stages 0 to {count - 1}; name one of them, or auto")
         return int(options.stage)
     me = dht.identity.peer_id
-    myself = PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING, too_large=context.too_large)
+    up, down = context.lent_bytes_per_s
+    myself = PeerView(
+        peer_id=me,
+        stage=UNDECIDED,
+        state=PeerState.JOINING,
+        too_large=context.too_large,
+        upload_bytes_per_s=up,
+        download_bytes_per_s=down,
+    )
     directory = Directory(
         manifest=resolved.manifest,
         dht=dht,
@@ -223,6 +275,7 @@ async def choose_first_stage(context: PeerContext, dht: SwarmDHT, device: torch.
     await directory.announce()
     await anyio.sleep(CHOOSING_S)
     view = await directory.refresh_surely([*range(count), UNDECIDED])
-    choice = choose_stage(view, forward_flops(resolved), me, context.clock.monotonic_s())
+    traffic = stage_traffic(resolved)
+    choice = choose_stage(view, forward_flops(resolved), me, context.clock.monotonic_s(), traffic)
     log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
     return choice.stage

@@ -115,11 +115,13 @@ class Announcement(Record):
         round_number: the round that the peer is in
         optimizer_step: that of the peer's weights; a rewind lowers it
         movable: whether the coordinator may move the peer to another stage
-        note: why the peer does not serve, or what its trouble is, in words
+        note: why the peer does not serve, until when its owner has it paused, or what its trouble is, in words
         state_s: for how long it has been in this state
         memory_bytes: memory that it may take for a stage, as its operator says; 0 for no limit
         too_large: the stages that it has no memory for
         bandwidth_bytes_per_s: how fast it downloaded its state; 0 if it downloaded none
+        upload_bytes_per_s, download_bytes_per_s: what its owner lends of its link, in bytes of calls; 0 for no limit
+        device_samples_per_s: what its device could do, if its link lets less through; else 0
         moved_from: the stage that it left to join this one; UNDECIDED if it did not move
         moving_to: the stage that it prepares to move to, or leaves this one for; UNDECIDED if none
         addresses: where others may dial it, by its own account, the best one first
@@ -136,7 +138,7 @@ class Announcement(Record):
     kind = "announcement"
     serial: int = Field(ge=0, lt=2**63)
     stage: int = Field(ge=UNDECIDED, lt=256)
-    state: str = Field(pattern="^(joining|serving|draining|left)$")
+    state: str = Field(pattern="^(joining|serving|draining|left|paused)$")
     round_number: RoundNumber
     optimizer_step: OptimizerStep
     movable: bool
@@ -149,6 +151,9 @@ class Announcement(Record):
     memory_bytes: int = Field(0, ge=0, lt=2**60)
     too_large: tuple[Annotated[int, Field(ge=0, lt=256)], ...] = Field((), max_length=256, fail_fast=True)
     bandwidth_bytes_per_s: Measured = 0.0
+    upload_bytes_per_s: Measured = 0.0
+    download_bytes_per_s: Measured = 0.0
+    device_samples_per_s: Measured = 0.0
     moved_from: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     moving_to: int = Field(UNDECIDED, ge=UNDECIDED, lt=256)
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES, fail_fast=True)

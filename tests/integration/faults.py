@@ -14,6 +14,8 @@ NUMBER says at which occurrence, from 1. Kinds:
 * clock: the wall clock is off by SECONDS, from the beginning
 * device-breaks: at the NUMBERth forward pass the GPU fails, and from then on at all that it is asked for
 * little-memory: the GPU gives the peer NUMBER megabytes
+* stock: no fault: a paused peer notes what it still holds
+* midnight: no fault: it comes in SECONDS, by this peer's time zone
 * moves: no fault: the peer is assigned to another stage NUMBER times, at most once in a round, and notes what it uses
 """
 
@@ -41,6 +43,7 @@ from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime import mover
 from swarm_peer.runtime.host.processes import free_memory
+from swarm_peer.runtime.host.running_peers import PeerFiles, RunningPeer
 from swarm_peer.runtime.network.frame_stream import FrameStream
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.replica import Replica
@@ -276,6 +279,31 @@ def _moves(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     mover.wait_for_assignment = assign  # type: ignore[attr-defined]
 
 
+def _stock(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    show = PeerFiles.show
+
+    def take_stock(files: PeerFiles, about: RunningPeer) -> None:
+        """Before a paused peer says that it is at rest, write down what it still holds."""
+        if about.is_at_rest and about != files._shown:
+            free_memory()
+            held = gc.get_objects()
+            tensors = [each for each in held if isinstance(each, torch.Tensor)]
+            trainers = sum(isinstance(each, StageTrainer) for each in held)
+            strike(json.dumps({"trainers": trainers, "tensor_bytes": sum(each.nbytes for each in tensors)}))
+        show(files, about)
+
+    PeerFiles.show = take_stock  # type: ignore[method-assign]
+
+
+def _midnight(number: int, seconds: float, strike: Strike, die: Strike) -> None:
+    local = time.localtime()
+    past_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec - local.tm_gmtoff
+    west_s = (past_s + seconds) % (24 * 3600)
+    os.environ["TZ"] = f"NOWHERE+{west_s // 3600:.0f}:{west_s % 3600 // 60:.0f}:{west_s % 60:.0f}"
+    time.tzset()
+    strike(time.strftime("%H:%M:%S"))
+
+
 def _device_breaks(number: int, seconds: float, strike: Strike, die: Strike) -> None:
     """A kernel fails an assertion: from then on, all that this process asks of the GPU fails."""
 
@@ -314,6 +342,8 @@ _KINDS: dict[str, Callable[[int, float, Strike, Strike], None]] = {
     "slow": _slow,
     "clock": _clock,
     "moves": _moves,
+    "stock": _stock,
+    "midnight": _midnight,
     "device-breaks": _device_breaks,
     "little-memory": _little_memory,
 }

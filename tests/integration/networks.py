@@ -126,6 +126,10 @@ class Internet:
                 subprocess.Popen(["ip", "netns", "exec", PREFIX + router, *command], stdout=log, stderr=log)
             )
 
+    def sent_bytes(self, machine: str) -> int:
+        """Bytes that a machine has sent to the internet so far."""
+        return int(self.run(machine, "cat", "/sys/class/net/out/statistics/tx_bytes"))
+
     def run(self, machine: str, *command: str) -> str:
         """Run a command on a machine."""
         return ip("netns", "exec", PREFIX + machine, *command)
@@ -190,12 +194,13 @@ class Machines:
         self._processes = processes
 
     def start(self, machine: str, name: str, module: str, *options: str) -> subprocess.Popen[bytes]:
-        """Start one of our programs; its output is the log of this name."""
+        """Start one of our programs, or a file of Python; its output is the log of this name."""
+        program = [module] if module.endswith(".py") else ["-m", module]
         state = self._folder / f"state-{machine}"
         # The fork server is in no namespace: these programs are started anew.
         with self._processes.path(name).open("w") as log:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", PREFIX + machine, sys.executable, "-m", module, *options],
+                ["ip", "netns", "exec", PREFIX + machine, sys.executable, *program, *options],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"XDG_STATE_HOME": str(state)},

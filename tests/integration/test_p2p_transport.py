@@ -20,6 +20,7 @@ from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.host.processes import run_loop
 from swarm_peer.runtime.network import frame_stream, p2p_transport
+from swarm_peer.runtime.network.link import Link
 from swarm_peer.runtime.network.p2p_transport import P2PTransport
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import Reply
@@ -576,3 +577,49 @@ async def test_a_callee_whose_reply_is_none_is_left(
         with pytest.raises(error, match=callee):
             await transport.call(callee, Say(op="echo"), timeout_s=PATIENCE_S / 2)
         assert held(transport) == 0
+
+
+# --- what an owner lends of the link ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["upload", "download"])
+@on_uvloop
+async def test_a_limited_link_carries_so_much_and_small_calls_do_not_wait_for_all_of_it(direction: str) -> None:
+    mbps, num_calls, num_bytes = 32.0, 12, MAX_PAYLOAD_BYTES
+    clock = SystemClock()
+    link = Link.of(*((mbps, None) if direction == "upload" else (None, mbps)), clock=clock)
+    took_s: list[float] = []
+    async with (
+        serving() as callee,
+        P2PTransport.open(
+            callee.caller, passes=EVERYBODY, max_payload_bytes=num_bytes, metrics=PeerMetrics(), link=link
+        ) as transport,
+    ):
+        peer_id, tensors = callee.transport.peer_id, (memoryview(bytes(num_bytes)),)
+
+        async def say(op: str, tensors: Sequence[memoryview] = ()) -> None:
+            await transport.call(peer_id, Say(op=op), tensors, timeout_s=PATIENCE_S)
+
+        async def ask_again_and_again() -> None:
+            while True:
+                began_s = clock.monotonic_s()
+                await say("echo")
+                took_s.append(clock.monotonic_s() - began_s)
+                await anyio.sleep(0.05)
+
+        await say("echo")
+        began_s, before = clock.monotonic_s(), link.sent_bytes if direction == "upload" else link.received_bytes
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask_again_and_again)
+            async with anyio.create_task_group() as calls:
+                for _ in range(num_calls):
+                    calls.start_soon(say, "echo", tensors)  # it comes back as it went
+            tasks.cancel_scope.cancel()
+        seconds = clock.monotonic_s() - began_s
+        carried = (link.sent_bytes if direction == "upload" else link.received_bytes) - before
+    assert carried >= num_calls * num_bytes
+    assert 0.85 * mbps < carried * 8 / 1e6 / seconds < 1.05 * mbps
+    one_frame_s = num_bytes * 8 / (mbps * 1e6)
+    # Nobody's frames are written in less time than one frame's, and a call waits for one there.
+    assert sorted(took_s)[len(took_s) // 2] < 2 * one_frame_s
+    assert max(took_s) < seconds / 3

@@ -196,3 +196,43 @@ def test_a_router_that_forwards_ports_is_asked_to(
     counted = (output / "metrics.jsonl").read_text().count("\n")
     wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > counted + 20, "twenty more steps", 90)
     assert "lost" not in (output / "metrics.jsonl").read_text()
+
+
+def test_four_homes_train_without_the_coordinator_that_they_have_met_by(
+    tmp_path: Path, processes: Processes, network: Internet, machines: Machines
+) -> None:
+    """Two stages of two peers, each behind another router; the first sample counts soon after the last command."""
+    output = serve_on(PUBLIC, machines, processes, tmp_path)
+    invite = joining_words(processes.log("coordinator"))[0]
+    homes = {"ann": "port_restricted", "bob": "restricted", "cleo": "full", "dan": "double"}
+    for name, kind in homes.items():
+        network.add_home(name, kind)
+        machines.start(name, name, "swarm_peer.cli", *peer_options(invite, "auto", "--name", name))
+    counts_within(output, 90)
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.read_text().count("\n") >= 20, "twenty steps", 120)
+    wait_for(lambda: all("serving stage" in processes.log(name) for name in homes), "all four in the run", 60)
+    sent = network.sent_bytes(PUBLIC)
+    wait_for(lambda: metrics.read_text().count("\n") >= 40, "twenty more", 120)
+    among_homes = sum(network.sent_bytes(f"router-{name}") for name in homes)
+    assert network.sent_bytes(PUBLIC) - sent < 0.5 * among_homes, "the holes are used"
+
+    processes.running[0].kill()  # the coordinator, by which they have met
+    steps = {name: processes.log(name).count("step_done") for name in homes}
+    for name in homes:
+        wait_for(lambda name=name: processes.log(name).count("step_done") > steps[name] + 20, f"{name}'s steps", 120)
+
+
+def test_a_stranger_has_nothing_carried_and_nobody_dialled(
+    tmp_path: Path, processes: Processes, network: Internet, machines: Machines
+) -> None:
+    """By libp2p's own relay, and by a member's help."""
+    serve_on(PUBLIC, machines, processes, tmp_path)
+    invite = joining_words(processes.log("coordinator"))[0]
+    machines.start(HOME, "member", "swarm_peer.cli", *peer_options(invite, 0))
+    wait_for(lambda: "serving stage" in processes.log("member"), "a member", 90)
+    (member,) = re.findall("peer_started peer=([0-9A-Za-z]+)", processes.log("member"))
+    network.add_home("stranger", "port_restricted")
+    address = Invite.parse(invite).addresses[0]
+    script = machines.start("stranger", "stranger", str(Path(__file__).with_name("stranger_node.py")), address, member)
+    assert script.wait(90) == 0, processes.log("stranger")

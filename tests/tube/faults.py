@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 from network import Tampering
 
+from swarm_peer.policy.owner import Pause, Reason
 from swarm_peer.policy.view import PeerState
 
 if TYPE_CHECKING:
@@ -133,6 +134,24 @@ async def sigterm(tube: Tube, rng: random.Random) -> None:
         if victim.is_alive and not victim.has_ended:
             victim.die()
         await tube.come_back(victim, rng)
+
+
+@kind(1.0)
+async def pause(tube: Tube, rng: random.Random) -> None:
+    """A peer's owner has it pause for a while, perhaps again before it is back."""
+    victim, times = tube.expendable(rng), rng.choice([1, 1, 2])
+    for _ in range(times):
+        if victim is None or victim not in tube.expendables() or victim.parts is None:
+            return
+        tube.struck("pause", victim)
+        tube.gone(victim)
+        assert victim.peer is not None
+        victim.do(victim.peer._obey_owner, Pause(Reason.COMMAND, "paused by its owner"))
+        await anyio.sleep(rng.choice([0.0, 0.2, 3.0, 12.0, 40.0]))
+        if victim.is_alive and not victim.has_ended:
+            tube.gone(victim)
+            victim.do(victim.peer._obey_owner, None)
+        await anyio.sleep(rng.choice([0.0, 0.2, 1.0, 5.0]))
 
 
 @kind(1.0)

@@ -98,6 +98,20 @@ def test_an_empty_stage_says_what_it_waits_for():
     assert made.page.state()["run"]["state"] == "no peers"
 
 
+def test_a_paused_peer_is_none_that_comes():
+    made = made_up_page(num_peers=12)
+    [away, *_] = [peer for peer in made.watch.view.peers if peer.stage == 2]
+    paused = replace(away, state=PeerState.PAUSED, name="anna", note="paused until 22:00 (hours)", samples_per_s=0.0)
+    others = [peer for peer in made.watch.view.peers if peer.peer_id != away.peer_id]
+    made.watch.view = SwarmView(4, (paused, *others))
+    row = made.page.state()["stages"]["2"]
+    serving = len(made.watch.view.serving(2))
+    assert (row["serving"], row["paused"], row["is_empty"]) == (serving, 1, False)
+    assert made.page.state()["peers"][away.peer_id]["note"] == "paused until 22:00 (hours)"
+    made.watch.view = SwarmView(4, (paused, *(peer for peer in others if peer.stage != 2)))
+    assert made.page.state()["stages"]["2"]["limit"] == "no peer serves it; anna is paused until 22:00 (hours)"
+
+
 def test_a_run_that_has_made_its_steps_trains_and_waits_no_more():
     made = made_up_page(num_peers=4)
     last = made.watch.lines[-1] | {"optimizer_step": made.watch.manifest.training.steps}
@@ -135,6 +149,8 @@ def test_peers_are_told_why_they_compute_little():
     assert "why" not in row(stage=0, state=PeerState.JOINING, note="downloads")
     assert row(stage=0, state=PeerState.DRAINING)["why"].startswith("finishes what it has begun")
     assert row(stage=-1, state=PeerState.JOINING)["why"] == "chooses its stage"
+    assert row(stage=0, state=PeerState.PAUSED)["why"] == "is paused by its owner"
+    assert "why" not in row(stage=0, state=PeerState.PAUSED, note="paused until 22:00 (hours)")
     assert row(is_reachable=False)["reached"] == "with others' help"
     assert row(is_reachable=True)["reached"] == "directly"
     assert row(is_reachable=False, relays=(others[0].peer_id,))["reached"] == f"through {others[0].name}"

@@ -391,3 +391,20 @@ def test_a_coordinator_whose_beat_stands_still_lives_no_more():
     assert pulse.living(said(3, 8), 131) == said(3, 8), "it was cut off"
     assert pulse.living(said(3, 8), 161) is None
     assert pulse.living(said(4, 0), 162) == said(4, 0), "another one, or this one anew"
+
+
+def test_who_is_paused_is_told_with_the_reason_and_so_is_that_it_is_back():
+    run, other = Run(), peer("d", 1)
+    run.look(A, B, C, other)
+    paused = replace(C, state=PeerState.PAUSED, note="paused until 22:00 (hours)")
+    [event] = run.look(A, B, other, paused)
+    assert kinds([event]) == [("paused", 1, "c")]
+    assert event["text"].endswith(" of stage 1 is paused until 22:00 (hours).")
+    assert run.look(A, B, other, replace(paused, note="paused by its owner")) == []
+    assert kinds(run.look(A, B, other, replace(C, state=PeerState.JOINING))) == [("resumed", 1, "c")]
+    assert run.look(A, B, other, C) == []
+    run.look(A, B, other, paused)
+    assert run.look(A, B, other, left=["c"]) == []
+    assert kinds(run.look(A, B, other, left=["c"], after_s=MOVING_S)) == [("left", 1, "c")], (
+        "it ends while it is paused"
+    )

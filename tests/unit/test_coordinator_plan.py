@@ -512,6 +512,13 @@ def test_peers_of_a_live_run_have_their_measured_speed() -> None:
     report = make_report(manifest, groups, 2)
     assert any("give --memory-gb" in note for note in report["notes"])
     assert report["groups"][0]["memory_bytes"] is None
+    lent = replace(
+        peers[2], samples_per_s=1.0, device_samples_per_s=8.0, upload_bytes_per_s=5e5, download_bytes_per_s=5e6
+    )
+    groups = live_groups(manifest, SwarmView(2, (*peers[:2], lent)), LivePeers(download_bytes_per_s=1e6))
+    [thin] = [group for group in groups if group.upload_bytes_per_s < inf]
+    assert (thin.upload_bytes_per_s, thin.download_bytes_per_s) == (5e5, 1e6)
+    assert thin.flops_per_s == pytest.approx(8.0 * works[1].flops, rel=0.05)
     with pytest.raises(UserError, match="none of the 1 peers of run gpt2-124m has measured its speed: wait"):
         live_groups(manifest, SwarmView(2, peers[3:]), LivePeers())
 

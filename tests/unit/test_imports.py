@@ -109,7 +109,7 @@ def test_the_model_does_not_know_peers(path):
 # The rooms of the runtime, from the lowest: each may import those before it.
 ROOMS = [
     *("condition", "host", "context", "network", "stage", "state", "data", "base", "step"),
-    *("lifecycle", "assembly", "replica", "mover", "peer", "startup", "doctor"),
+    *("owner", "lifecycle", "assembly", "replica", "mover", "peer", "startup", "doctor"),
 ]
 
 

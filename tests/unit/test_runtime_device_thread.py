@@ -366,3 +366,21 @@ def test_the_cpus_allocator_is_out_of_memory():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     assert is_out_of_memory(caught.value)
+
+
+def test_a_limited_link_is_known_at_once_and_the_device_where_it_is_slower():
+    meter = SpeedMeter(PeerMetrics(), 5.0)
+    assert (meter.samples_per_s, meter.is_limited) == (5.0, False)
+
+    def measured(seconds):
+        for _ in range(200):
+            meter.observe(Priority.FORWARD, seconds / 2, 1)
+            meter.observe(Priority.BACKWARD, seconds / 2, 1)
+
+    measured(0.1)
+    assert meter.samples_per_s == 5.0
+    assert meter.is_limited
+    assert meter.device_samples_per_s == pytest.approx(10.0)
+    measured(0.5)
+    assert meter.samples_per_s == pytest.approx(2.0, rel=1e-3)
+    assert not meter.is_limited

@@ -255,7 +255,8 @@ async def test_a_call_that_is_given_up_just_as_its_answer_comes_leaves_the_other
     """hivemind's reader of all answers and requests would end, and this node be deaf and dumb in the DHT for good."""
     control = ControlClient(None, _initialized_with_create=True)
     no_process = 2**22 + 1  # more than Linux has
-    started = SimpleNamespace(_client=SimpleNamespace(control=control), _child=SimpleNamespace(pid=no_process))
+    client, child = SimpleNamespace(control=control), SimpleNamespace(pid=no_process)
+    started = SimpleNamespace(_client=client, _child=child, handle_streams=AsyncMock())
     monkeypatch.setattr(P2P, "create", AsyncMock(return_value=started))
     assert await GuardedP2P.create(host_maddrs=[]) is started
     answers = asyncio.StreamReader()

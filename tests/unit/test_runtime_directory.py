@@ -193,7 +193,13 @@ async def test_who_a_caller_is_stays_known_for_longer_than_it_is_in_the_view(dht
 
 @pytest.mark.parametrize(
     ("state", "serves", "takes_part"),
-    [("joining", False, True), ("serving", True, True), ("draining", True, True), ("left", False, False)],
+    [
+        ("joining", False, True),
+        ("serving", True, True),
+        ("draining", True, True),
+        ("left", False, False),
+        ("paused", False, True),
+    ],
 )
 async def test_who_may_send_microbatches_has_announced_that_it_serves(directory, dht, state, serves, takes_part):
     dht.elsewhere[0, "c"] = ANNOUNCEMENT.model_copy(update={"serial": 3, "stage": 0, "state": state})
@@ -282,6 +288,7 @@ async def test_a_peer_announces_all_that_others_know_of_it(dht):
     directory = own_directory(dht, clock)
     shares = TimeShares(60, 25, 5)
     told = {"state": "serving", "moving_to": 0, "is_reachable": True, "name": "mine", "relays": ("other",)}
+    told |= {"upload_bytes_per_s": 1e6, "download_bytes_per_s": 2e6, "device_samples_per_s": 9.0}
     said = ANNOUNCEMENT.model_copy(update=told).view(dht.identity.peer_id, 1.0)
     assert [field.name for field in fields(said) if getattr(said, field.name) == field.default] == ["work_per_s"]
     directory.me = replace(said, time_shares=shares)

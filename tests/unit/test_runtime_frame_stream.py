@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.network.frame_stream import FrameStream
+from swarm_peer.runtime.network.frame_stream import SMALL_FRAME_BYTES, FrameStream
 
 
 class SlowWriter:
@@ -39,13 +39,13 @@ class SlowWriter:
 
 
 @pytest.mark.parametrize("num_large", [1, 5])
-async def test_a_frame_without_tensors_waits_for_one_with_tensors_at_most(num_large: int) -> None:
+async def test_a_small_frame_waits_for_one_large_frame_at_most(num_large: int) -> None:
     writer: Any = SlowWriter()
     reader: Any = None
     stream = FrameStream(reader=reader, writer=writer, max_payload_bytes=1, metrics=PeerMetrics())
     async with anyio.create_task_group() as tasks:
         for number in range(num_large):
-            tasks.start_soon(stream.send, b"large %d" % number, [memoryview(b"tensor")])
+            tasks.start_soon(stream.send, b"large %d" % number, [memoryview(bytes(SMALL_FRAME_BYTES + 1))])
         await anyio.wait_all_tasks_blocked()
         tasks.start_soon(stream.send, b"small")
         for _ in range(num_large + 1):

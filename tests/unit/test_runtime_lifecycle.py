@@ -1,8 +1,9 @@
 import pytest
 from contexts import MovedClock
 
+from swarm_peer.errors import NotServing
 from swarm_peer.policy.view import PeerState
-from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle
+from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle, refusing
 
 
 @pytest.fixture
@@ -54,3 +55,56 @@ def test_who_is_told_to_end_during_a_move_joins_nothing(lifecycle):
     lifecycle.begin_stay()
     assert lifecycle.stop.is_set()
     assert not lifecycle.move(1)
+
+
+def test_a_pause_ends_a_stay_and_the_next_one_begins_once_it_is_over(lifecycle):
+    lifecycle.enter(PeerState.SERVING)
+    lifecycle.pause("paused by its owner")
+    assert (lifecycle.stop.is_set(), lifecycle.halted.is_set(), lifecycle.resumed.is_set()) == (True, True, False)
+    assert not lifecycle.move(1)
+    leave(lifecycle)
+    lifecycle.enter(PeerState.PAUSED)
+    lifecycle.explain(lifecycle.pause_note)
+    lifecycle.pause("paused until 22:00 (hours)")
+    assert lifecycle.note == "paused until 22:00 (hours)"
+    resumed = lifecycle.resumed
+    lifecycle.resume()
+    assert (resumed.is_set(), lifecycle.halted.is_set(), lifecycle.is_paused) == (True, False, False)
+    lifecycle.begin_stay()
+    assert (lifecycle.state, lifecycle.note, lifecycle.stop.is_set()) == (PeerState.JOINING, "", False)
+
+
+def test_a_pause_ends_a_move(lifecycle):
+    lifecycle.enter(PeerState.SERVING)
+    lifecycle.move(1)
+    lifecycle.pause("paused by its owner")
+    assert (lifecycle.next_stage, lifecycle.is_paused) == (None, True)
+
+
+def test_a_pause_that_begins_before_the_next_stay_ends_that_at_once(lifecycle):
+    lifecycle.pause("paused by its owner")
+    lifecycle.begin_stay()
+    assert lifecycle.stop.is_set()
+
+
+def test_who_is_told_to_end_is_paused_no_more(lifecycle):
+    lifecycle.pause("paused by its owner")
+    lifecycle.end()
+    assert (lifecycle.is_paused, lifecycle.resumed.is_set()) == (False, True)
+    lifecycle.resume()
+    assert lifecycle.halted.is_set()
+    lifecycle.pause("paused by its owner")
+    assert lifecycle.resumed.is_set(), "nobody waits for an owner any more"
+
+
+async def test_a_paused_peer_gives_nothing_large(lifecycle):
+    async def handle(caller, call, tensors):
+        return caller, call, tensors
+
+    [give] = refusing({str: handle}, lifecycle).values()
+    assert await give("a", "call", ()) == ("a", "call", ())
+    lifecycle.pause("paused until 22:00 (hours)")
+    with pytest.raises(NotServing, match=r"this peer is paused until 22:00 \(hours\)"):
+        await give("a", "call", ())
+    lifecycle.resume()
+    assert await give("a", "call", ()) == ("a", "call", ())

@@ -62,7 +62,7 @@ async def test_who_cannot_read_its_data_leaves_as_upon_a_signal():
     peer._directory, peer._members = SimpleNamespace(drop=None), SimpleNamespace(known=None)
     peer._dht = SimpleNamespace(watch=sleep)
     peer._device_thread = SimpleNamespace(stop=lambda: None, watch=sleep)
-    peer._find_epochs = nothing
+    peer._owner, peer._find_epochs = None, nothing
     for watch in ("_watch_event_loop", "_leave_on_notice", "_look_for_end", "_look_for_revocations", "_keep_dialling"):
         setattr(peer, watch, sleep)
     with pytest.raises(UserError, match="cannot read the data"), first_error():
@@ -341,7 +341,7 @@ def test_a_replica_announces_the_worst_of_its_troubles(state, is_told):
     replica._peer = SimpleNamespace(agreement=SimpleNamespace(core=SimpleNamespace(membership=SimpleNamespace(me=me))))
     core = SimpleNamespace(
         admission=SimpleNamespace(admitted=0, held=0),
-        speed=SimpleNamespace(samples_per_s=1.0),
+        speed=SimpleNamespace(samples_per_s=1.0, device_samples_per_s=1.0, is_limited=False),
         time=SimpleNamespace(shares=lambda: None),
         rounds=SimpleNamespace(step=StepState()),
     )

@@ -9,7 +9,8 @@ const SILENCE_MS = 30000;
 const RETRY_MS = 2000;
 const ANSWER_MS = 5000;
 const KINDS = {
-  joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", stage_empty: "! stage empty",
+  joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", paused: "‖ paused", resumed: "▶ is back",
+  stage_empty: "! stage empty",
   stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", coordinator: "◇ coordinator",
   stands_still: "! stands still", goes_on: "▶ goes on", trouble: "! in trouble", started: "▶ started", ended: "■ ended",
 };
@@ -161,7 +162,7 @@ function showStages() {
     cells: [
       { text: row.is_empty ? `✕ ${stage}` : row.is_bottleneck ? `▼ ${stage}` : stage },
       { text: row.is_empty ? "none" : String(row.serving) },
-      { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`].filter(Boolean).join(", ") },
+      { text: [row.joining && `${row.joining} joining`, row.draining && `${row.draining} leaving`, row.paused && `${row.paused} paused`].filter(Boolean).join(", ") },
       { text: row.supply ? amount(row.supply) : "–" },
       { text: demand !== undefined && row.supply ? `${Math.round(100 * demand / row.supply)}%` : "–" },
       { text: percent(row.busy) },

@@ -32,6 +32,7 @@ export function when(unixSeconds) {
 const STATES = {
   serving: { text: "● serving", className: "good" },
   joining: { text: "◔ joining", className: "warn" },
+  paused: { text: "‖ paused", className: "" },
   draining: { text: "○ leaving", className: "warn" },
   gone: { text: "✕ gone", className: "bad" },
 };

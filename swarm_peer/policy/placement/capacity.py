@@ -1,7 +1,8 @@
 """The capacity of the stages, in samples per second: now, and when all peers that are joining have arrived.
 
-A stage's capacity is the sum of its serving peers' speeds, in work per second, divided by the stage's cost, in work per
-sample. The throughput of a swarm is the capacity of its slowest stage.
+A stage's capacity is the sum of its serving peers' speeds: of each one's work per second, divided by the stage's cost,
+in work per sample, or of what its link carries, if that is less. The throughput of a swarm is the capacity of its
+slowest stage.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from swarm_peer.policy.link_limit import Traffic, most_samples_per_s
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 
@@ -27,12 +29,12 @@ JOINING_PATIENCE_S = 900.0
 
 
 def work_per_s(peers: Iterable[PeerView], stage_costs: Sequence[float]) -> dict[str, float]:
-    """The speed of each peer, by id: as measured, or else as the peer expects, or else that of the typical peer."""
+    """The speed of each peer's device, by id: as measured, or as the peer expects, or else that of the typical peer."""
     work = {}
     unmeasured = []
     for peer in peers:
         if peer.samples_per_s > 0 and peer.stage != UNDECIDED:
-            work[peer.peer_id] = peer.samples_per_s * stage_costs[peer.stage]
+            work[peer.peer_id] = measured_work(peer, stage_costs)
         else:
             unmeasured.append(peer)
     if unmeasured:
@@ -42,12 +44,26 @@ def work_per_s(peers: Iterable[PeerView], stage_costs: Sequence[float]) -> dict[
     return work
 
 
-def serving_capacity(view: SwarmView, work: Mapping[str, float], stage_costs: Sequence[float]) -> list[float]:
+def measured_work(peer: PeerView, stage_costs: Sequence[float]) -> float:
+    """The speed of a peer's device, as announced, however much its link lets through; 0 if not measured."""
+    return max(peer.samples_per_s, peer.device_samples_per_s) * stage_costs[peer.stage]
+
+
+def speed_in(
+    peer: PeerView, stage: int, work_per_s: float, stage_costs: Sequence[float], traffic: Traffic = ()
+) -> float:
+    """Samples per second that a peer does if it serves a stage: as many as its device computes and its link carries."""
+    return min(work_per_s / stage_costs[stage], most_samples_per_s(peer, stage, traffic))
+
+
+def serving_capacity(
+    view: SwarmView, work: Mapping[str, float], stage_costs: Sequence[float], traffic: Traffic = ()
+) -> list[float]:
     """The capacity of each stage's serving peers."""
     capacity = [0.0] * view.num_stages
     for peer in view.peers:
         if peer.state is PeerState.SERVING:
-            capacity[peer.stage] += work[peer.peer_id] / stage_costs[peer.stage]
+            capacity[peer.stage] += speed_in(peer, peer.stage, work[peer.peer_id], stage_costs, traffic)
     return capacity
 
 

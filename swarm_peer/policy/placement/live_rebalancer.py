@@ -10,7 +10,13 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, ideal_capacity, serving_capacity, work_per_s
+from swarm_peer.policy.placement.capacity import (
+    JOINING_PATIENCE_S,
+    ideal_capacity,
+    measured_work,
+    serving_capacity,
+    work_per_s,
+)
 from swarm_peer.policy.placement.churn import ChurnMeter
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.movers import Movers, Note, OpenMove
@@ -193,7 +199,7 @@ class LiveRebalancer:
         self.movers.open[move.peer_id] = OpenMove(
             move=move,
             peer=peer,
-            work_per_s=peer.samples_per_s * self._params.stage_costs[move.from_stage],
+            work_per_s=measured_work(peer, self._params.stage_costs),
             given_s=now_s,
             patience_s=max(LEAST_PATIENCE_S, MOVE_PATIENCE * self._params.move_s(peer, move.to_stage)),
         )
@@ -206,7 +212,7 @@ class LiveRebalancer:
         promised, members = self._promised
         self._promised = None
         costs = self._params.stage_costs
-        capacity = serving_capacity(view, work_per_s(view.peers, costs), costs)
+        capacity = serving_capacity(view, work_per_s(view.peers, costs), costs, self._params.traffic)
         if members != self._members or min(capacity) <= 0:
             return []
         kept = min(capacity) / ideal_capacity(capacity, costs)

@@ -16,11 +16,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from swarm_peer.policy.link_limit import StageTraffic
 from swarm_peer.policy.placement.capacity import (
     Shift,
     discounted_samples,
     ideal_capacity,
     serving_capacity,
+    speed_in,
     work_per_s,
 )
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
@@ -57,6 +59,7 @@ class RebalancingParameters:
             bounds the bytes of all moves, and keeps a balanced swarm at rest.
         least_gain: the share by which the swarm's throughput must rise; above the noise of measured speeds
         serves_while_downloading: whether a mover serves its former stage until it has the state of the new one
+        traffic: of a sample in each stage; empty if all links are wide
     """
 
     stage_costs: tuple[float, ...]
@@ -68,6 +71,7 @@ class RebalancingParameters:
     payback: float = 2.2
     least_gain: float = 0.01
     serves_while_downloading: bool = False
+    traffic: tuple[StageTraffic, ...] = ()
 
     def replicas(self, stage: int) -> int:
         """Peers that must go on serving the stage."""
@@ -76,6 +80,8 @@ class RebalancingParameters:
     def move_s(self, peer: PeerView, stage: int) -> float:
         """Seconds that it takes the peer to move to the stage."""
         bandwidth = peer.bandwidth_bytes_per_s or self.bandwidth_bytes_per_s
+        if peer.download_bytes_per_s:
+            bandwidth = min(bandwidth, peer.download_bytes_per_s)
         return self.overhead_s + self.state_bytes[stage] / bandwidth
 
 
@@ -129,7 +135,7 @@ class MoveSearch:
         self._params = params
         costs, num_stages = params.stage_costs, view.num_stages
         speeds = work_per_s(view.peers, costs)
-        self._now = serving_capacity(view, speeds, costs)
+        self._now = serving_capacity(view, speeds, costs, params.traffic)
         self._arrivals, self._leaving_s, self._coming_s = [], [0.0] * num_stages, [0.0] * num_stages
         self._num_serving = [0] * num_stages
         for peer in view.peers:
@@ -139,7 +145,8 @@ class MoveSearch:
                 elapsed_s = 0.0 if peer.since_s is None else max(0.0, now_s - peer.since_s)
                 # A peer that is late may arrive at any time.
                 remaining_s = max(params.move_s(peer, peer.stage) - elapsed_s, 1.0)
-                self._arrivals.append(Shift(remaining_s, peer.stage, speeds[peer.peer_id] / costs[peer.stage]))
+                speed = speed_in(peer, peer.stage, speeds[peer.peer_id], costs, params.traffic)
+                self._arrivals.append(Shift(remaining_s, peer.stage, speed))
                 if peer.moved_from != UNDECIDED:
                     self._leaving_s[peer.moved_from] = max(self._leaving_s[peer.moved_from], remaining_s)
                     self._coming_s[peer.stage] = max(self._coming_s[peer.stage], remaining_s)
@@ -147,6 +154,11 @@ class MoveSearch:
         # Of movers that serve as well, the search takes the first: the one that misses the fewest samples.
         self.movers = sorted(movers, key=lambda peer: speeds[peer.peer_id] * params.move_s(peer, peer.stage))
         self._work = np.array([*(speeds[peer.peer_id] for peer in self.movers), *(0.0 for _ in costs)])
+        # Samples per second of each mover in each stage; behind the movers, nobody does nothing.
+        self._speeds = np.zeros((len(self._work), num_stages))
+        for number, peer in enumerate(self.movers):
+            work = speeds[peer.peer_id]
+            self._speeds[number] = [speed_in(peer, k, work, costs, params.traffic) for k in range(num_stages)]
         self.rest = self.schedule(())
         self.ideal = ideal_capacity(self.rest.capacity, costs)
 
@@ -215,7 +227,7 @@ class MoveSearch:
 
     def schedule(self, pairs: Pairs) -> MovePlan:
         """Schedule moves, one at a time from and to each stage, and count the samples that the swarm computes."""
-        params, costs = self._params, self._params.stage_costs
+        params = self._params
         leaving_s, coming_s, shifts = list(self._leaving_s), list(self._coming_s), list(self._arrivals)
         moves, undone = [], 0.0
         for number, to_stage in pairs:
@@ -224,8 +236,8 @@ class MoveSearch:
             arrival_s = start_s + params.move_s(peer, to_stage)
             leaving_s[peer.stage] = coming_s[to_stage] = arrival_s
             away_s = arrival_s - params.overhead_s if params.serves_while_downloading else start_s
-            lost = work / costs[peer.stage]
-            shifts += [Shift(away_s, peer.stage, -lost), Shift(arrival_s, to_stage, work / costs[to_stage])]
+            lost, won = (float(self._speeds[number, stage]) for stage in (peer.stage, to_stage))
+            shifts += [Shift(away_s, peer.stage, -lost), Shift(arrival_s, to_stage, won)]
             undone += (arrival_s - start_s) * lost
             moves.append(
                 PlannedMove(peer=peer, to_stage=to_stage, work_per_s=work, start_s=start_s, arrival_s=arrival_s)
@@ -276,13 +288,16 @@ class MoveSearch:
         rows = np.array(free)
         swapped = free if sum(self._num_serving) <= MANY_PEERS else []
         columns = np.array([*swapped, *range(num_movers, num_movers + num_stages)])
-        costs, capacity = np.array(self._params.stage_costs), np.array(plan.capacity)
+        speeds, capacity = self._speeds, np.array(plan.capacity)
         here, there = self._stages[rows][:, None], self._stages[columns][None, :]
         net = self._work[rows][:, None] - self._work[columns][None, :]
+        # Of the one who goes less that of the one who comes in its place.
+        net_here = speeds[rows[:, None], here] - speeds[columns[None, :], here]
+        net_there = speeds[rows[:, None], there] - speeds[columns[None, :], there]
         change_RC = (
-            self._shortfall(capacity[here] - net / costs[here])
+            self._shortfall(capacity[here] - net_here)
             - self._shortfall(capacity)[here]
-            + self._shortfall(capacity[there] + net / costs[there])
+            + self._shortfall(capacity[there] + net_there)
             - self._shortfall(capacity)[there]
         ) / np.where(columns < num_movers, 2, 1)
         change_RC[(net <= 0) | ~self._fits[rows][:, there[0]] | ~self._fits[columns][:, here[:, 0]].T] = 0.0

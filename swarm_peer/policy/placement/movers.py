@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from swarm_peer.policy.placement.capacity import measured_work
 from swarm_peer.policy.placement.rebalancing import Move
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -103,14 +104,14 @@ class Movers:
         peers = {peer.peer_id: peer for peer in view.peers}
         for peer in view.peers:
             if peer.peer_id in self._unordered:
-                work = peer.samples_per_s * stage_costs[peer.stage]
+                work = measured_work(peer, stage_costs)
                 peers[peer.peer_id] = _on_its_way(peer, peer.moving_to, work, None)
         for peer_id, assigned in self.open.items():
             peers[peer_id] = _on_its_way(assigned.peer, assigned.move.to_stage, assigned.work_per_s, assigned.given_s)
         for peer_id, assigned in self.arrived.items():
             if not is_measured(peer_id) and peer_id not in self.open:
                 samples_per_s = assigned.work_per_s / stage_costs[peers[peer_id].stage]
-                peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s)
+                peers[peer_id] = replace(peers[peer_id], samples_per_s=samples_per_s, device_samples_per_s=0.0)
         return SwarmView(view.num_stages, tuple(peers.values()))
 
 
@@ -120,6 +121,7 @@ def _on_its_way(peer: PeerView, to_stage: int, work_per_s: float, since_s: float
         stage=to_stage,
         state=PeerState.JOINING,
         samples_per_s=0.0,
+        device_samples_per_s=0.0,
         work_per_s=work_per_s,
         since_s=since_s,
         moved_from=peer.stage,

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, work_per_s
+from swarm_peer.policy.link_limit import Traffic, most_samples_per_s
+from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, speed_in, work_per_s
 from swarm_peer.policy.placement.move_search import MoveSearch, RebalancingParameters
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -20,7 +21,9 @@ class StageChoice:
     reason: str
 
 
-def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str, now_s: float) -> StageChoice:
+def choose_stage(
+    view: SwarmView, stage_costs: Sequence[float], me: str, now_s: float, traffic: Traffic = ()
+) -> StageChoice:
     """The stage where one more peer helps the swarm most: of those that fit it, the one with the least capacity.
 
     Peers may choose at the same time. Each of them places all undecided peers, in the order of their ids, on top of the
@@ -30,6 +33,7 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str, now_s: 
         stage_costs: compute of one sample in each stage, in any one unit
         me: this peer's id; it need not be in the view, if every stage fits it
         now_s: on the clock of `PeerView.since_s`
+        traffic: of each stage; of stages that need a peer alike, one with a limited link takes that with the least
     """
     stages = range(view.num_stages)
     others = [peer for peer in view.peers if peer.peer_id != me]
@@ -40,7 +44,7 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str, now_s: 
     for peer in others:
         is_here = peer.state is PeerState.SERVING or (peer.state is PeerState.JOINING and not _is_stuck(peer, now_s))
         if peer.stage != UNDECIDED and is_here:
-            capacity[peer.stage] += work[peer.peer_id] / stage_costs[peer.stage]
+            capacity[peer.stage] += speed_in(peer, peer.stage, work[peer.peer_id], stage_costs, traffic)
             num_peers[peer.stage] += 1
 
     undecided = [peer for peer in others if peer.stage == UNDECIDED]
@@ -48,14 +52,15 @@ def choose_stage(view: SwarmView, stage_costs: Sequence[float], me: str, now_s: 
         fitting = [k for k in stages if k not in peer.too_large]
         if not fitting and peer.peer_id != me:
             continue  # it cannot take part
-        stage = min(fitting or stages, key=lambda k: (capacity[k], num_peers[k], k))
+        carried = [most_samples_per_s(peer, k, traffic) for k in stages]
+        stage = min(fitting or stages, key=lambda k: (capacity[k], num_peers[k], -carried[k], k))
         if peer.peer_id == me:
             which = "the least capacity" if len(fitting) == len(stages) else "the least capacity of those that fit"
             is_known = any(other.samples_per_s > 0 for other in others)
             amount = f"{capacity[stage]:.3g} samples/s" if is_known else "as far as is known before anybody computes"
             reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {amount}"
             return StageChoice(stage, reason)
-        capacity[stage] += work[peer.peer_id] / stage_costs[stage]
+        capacity[stage] += speed_in(peer, stage, work[peer.peer_id], stage_costs, traffic)
         num_peers[stage] += 1
     raise AssertionError("unreachable: this peer is among the undecided")
 

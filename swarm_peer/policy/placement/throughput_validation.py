@@ -92,6 +92,12 @@ def believed(
                 scaled = speeds[peer.peer_id] * (delivered_per_s / announced)
                 speeds[peer.peer_id] = min(scaled, limit / stage_costs[stage])
     peers = tuple(_with_speed(peer, speeds[peer.peer_id]) for peer in view.peers)
+    peers = tuple(
+        replace(peer, device_samples_per_s=min(peer.device_samples_per_s, limit / stage_costs[peer.stage]))
+        if peer.device_samples_per_s > 0 and peer.stage != UNDECIDED
+        else peer
+        for peer in peers
+    )
     return SwarmView(view.num_stages, peers), tuple(findings)
 
 

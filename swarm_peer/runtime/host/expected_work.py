@@ -10,8 +10,8 @@ from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import StageCosts, stage_costs
 from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.resources import StageWork, StepSettings
-from swarm_peer.wire.codecs import encoded_bytes
 
 
 def works_of(resolved: ResolvedManifest, device_type: str) -> tuple[StageWork, ...]:
@@ -33,11 +33,6 @@ def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) 
         memory=costs.memory,
         host_bytes=costs.host_bytes,
     )
-
-
-def hop_bytes(length: int, hidden_size: int, codec: str, with_tokens: bool = True) -> float:
-    """Bytes of one sample at one boundary; its T + 1 token ids travel with the activations."""
-    return encoded_bytes((length, hidden_size), codec) + (4.0 * (length + 1) if with_tokens else 0.0)
 
 
 def step_settings(manifest: RunManifest) -> StepSettings:

@@ -34,6 +34,12 @@ class SystemClock:
         return time.time()
 
 
+def local_time(unix_s: float) -> tuple[str, int]:
+    """A time on this machine's clocks: the date, and seconds since its midnight."""
+    local = time.localtime(unix_s)
+    return time.strftime("%Y-%m-%d", local), local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
+
+
 @dataclass(frozen=True)
 class SystemRandom:
     """Random numbers: streams that a seed determines, and tokens from the machine's entropy."""

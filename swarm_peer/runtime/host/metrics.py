@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from shutil import disk_usage
@@ -74,6 +74,10 @@ class PeerMetrics:
             self.dht_failures.labels(request)
         self.notice_failures = counter("notice_failures", "Requests for a spot notice without an answer")
         self.event_loop_lag_seconds = gauge("event_loop_lag_seconds", "How late the event loop has recently woken up")
+        self.sent_today_bytes = gauge(
+            "sent_today_bytes", "Bytes sent since midnight, by this peer's processes of today"
+        )
+        self._paused = gauge("paused", "1 if this peer's owner has it paused for that reason", "reason")
         self._time_share = gauge(
             "device_time_share", "How this peer has spent its time lately, from 0 to 1", "activity"
         )
@@ -89,6 +93,11 @@ class PeerMetrics:
         if samples:
             level, why = (logging.INFO, "the run is over") if self.run_is_over else (logging.ERROR, reason)
             log.log(level, "samples_lost samples=%d round=%d reason=%s", samples, round_number, why)
+
+    def show_pause(self, reason: str | None, reasons: Iterable[str]) -> None:
+        """Set the gauges of why this peer's owner has it paused; None if it is not."""
+        for each in reasons:
+            self._paused.labels(each).set(each == reason)
 
     def show_time_shares(self, shares: TimeShares | None) -> None:
         """Set the gauges of how this peer has spent its time, if that is known."""

@@ -32,7 +32,7 @@ LARGEST_RATE = 2**32 - 2
 SO_MAX_PACING_RATE = 47
 # Python's os module does not have them wherever the system does.
 _PIDFD_OPEN, _PIDFD_GETFD = 434, 438
-_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 async def pace_connections(pid: int) -> None:
@@ -50,7 +50,7 @@ async def pace_connections(pid: int) -> None:
                 try:
                     paced = pace_new(pid, process, paced)
                 except OSError as error:
-                    if error.errno not in _OUT_OF_DESCRIPTORS:
+                    if error.errno not in OUT_OF_DESCRIPTORS:
                         raise
                 await anyio.sleep(LOOK_S)
     except (FileNotFoundError, ProcessLookupError):

@@ -349,6 +349,11 @@ class SwarmDHT:
         if not request.cancelled():
             request.exception()  # taken: its asker may have gone
 
+    @property
+    def daemon_pid(self) -> int:
+        """The process id of the libp2p daemon."""
+        return int(self.p2p._child.pid)
+
     async def watch(self) -> None:
         """Wait until the libp2p daemon has died, and raise SwarmError: a peer cannot go on then."""
         await self.p2p._child.wait()

@@ -51,8 +51,15 @@ DIRECT_TIMEOUT_S = 3.0
 FAREWELL_S = 2.0
 # To ask all initial peers why they do not answer.
 REFUSAL_TIMEOUT_S = 5.0
+# The daemon relays for everybody who asks by these, whatever its options say (tried: -relay=0, -relayService=0,
+# -relayMaxReservations=0), unless somebody else answers them.
+RELAY_PROTOCOLS = ("/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop")
 # Keys in one request. A search asks for one or a few. A node that meets another one sends it all that it stores.
 MOST_KEYS = {dht_pb2.FindRequest: 16, dht_pb2.StoreRequest: 512}
+
+
+def _refuse(peer: str, seen: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
 
 
 class _PendingCalls(dict[Any, "asyncio.Future[bytes]"]):
@@ -95,6 +102,8 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         p2p: GuardedP2P = await super().create(*args, **options)
         p2p._client.control._pending_calls = _PendingCalls()
         p2p._pacing = asyncio.create_task(pace_connections(p2p._child.pid))
+        for protocol in RELAY_PROTOCOLS:
+            await p2p.handle_streams(protocol, _refuse)
         return p2p
 
     async def shutdown(self) -> None:

@@ -25,6 +25,7 @@ from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotAdmitte
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.frame_stream import FrameStream, num_bytes_of, on_network
+from swarm_peer.runtime.network.link import Link
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.transport import CallHandler, Reply, Transport, error_body, error_from_body
 from swarm_peer.wire.frames import Frame, FrameType, revocations_in
@@ -187,6 +188,7 @@ class P2PTransport(Transport):
         metrics: PeerMetrics,
         tasks: TaskGroup,
         passes: PassChecker,
+        link: Link | None = None,
     ):
         self._p2p = p2p
         self._passes = passes
@@ -194,6 +196,7 @@ class P2PTransport(Transport):
         self.peer_id = p2p.peer_id.to_base58()
         self._max_payload_bytes = max_payload_bytes
         self._metrics = metrics
+        self._link = link or Link()
         self._tasks = tasks
         self._connections: dict[str, _Connection] = {}
         self._callers: dict[str, _Caller] = {}
@@ -211,6 +214,7 @@ class P2PTransport(Transport):
         passes: PassChecker,
         max_payload_bytes: int,
         metrics: PeerMetrics,
+        link: Link | None = None,
     ) -> AsyncIterator[P2PTransport]:
         """Open a transport. When the context ends, its streams close and its handlers are cancelled.
 
@@ -218,10 +222,18 @@ class P2PTransport(Transport):
             p2p: client of the daemon, for this event loop
             passes: who is answered
             max_payload_bytes: most bytes of tensors in a frame that arrives
+            link: that the calls may take; None for all that there is
         """
         async with anyio.create_task_group() as tasks:
             try:
-                yield cls(p2p=p2p, max_payload_bytes=max_payload_bytes, metrics=metrics, tasks=tasks, passes=passes)
+                yield cls(
+                    p2p=p2p,
+                    max_payload_bytes=max_payload_bytes,
+                    metrics=metrics,
+                    tasks=tasks,
+                    passes=passes,
+                    link=link,
+                )
             finally:
                 tasks.cancel_scope.cancel()
 
@@ -292,7 +304,11 @@ class P2PTransport(Transport):
 
     def _make_stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> FrameStream:
         return FrameStream(
-            reader=reader, writer=writer, max_payload_bytes=self._max_payload_bytes, metrics=self._metrics
+            reader=reader,
+            writer=writer,
+            max_payload_bytes=self._max_payload_bytes,
+            metrics=self._metrics,
+            link=self._link,
         )
 
     async def _serve_stream(self, peer_id: str, stream: FrameStream) -> None:

@@ -53,15 +53,34 @@ _PASSES = (Priority.FORWARD, Priority.BACKWARD)
 
 
 class SpeedMeter:
-    """How fast one replica's passes go, smoothed. The device thread measures; any thread may read."""
+    """How fast one replica's passes go, smoothed. The device thread measures; any thread may read.
 
-    def __init__(self, metrics: PeerMetrics):
+    Args:
+        most_samples_per_s: that this peer's link carries, if that is limited
+    """
+
+    def __init__(self, metrics: PeerMetrics, most_samples_per_s: float = math.inf):
         self._metrics = metrics
+        self._most_samples_per_s = most_samples_per_s
         self._seconds_per_sample = {Priority.FORWARD: 0.0, Priority.BACKWARD: 0.0}
         self._passes = {Priority.FORWARD: 0, Priority.BACKWARD: 0}
 
     @property
     def samples_per_s(self) -> float:
+        """The throughput for others to go by: that of the device, or of the link where that is less; 0 if not known.
+
+        A limited link is known at once. Until the device is measured, it counts alone.
+        """
+        measured, most = self.device_samples_per_s, self._most_samples_per_s
+        return min(measured, most) if measured else 0.0 if math.isinf(most) else most
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the device could do more than the link lets through."""
+        return self.device_samples_per_s > self._most_samples_per_s
+
+    @property
+    def device_samples_per_s(self) -> float:
         """Measured throughput of a forward and a backward pass together; 0 until the first few of both are over."""
         seconds = sum(self._seconds_per_sample.values())
         return 1 / seconds if seconds and min(self._passes.values()) >= _FIRST_PASSES else 0.0

@@ -19,6 +19,7 @@ from swarm_peer.protocol.log import MAX_GUESTS, Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.agreement import Agreement
+from swarm_peer.runtime.network.frame_stream import SLOWEST_BYTES_PER_S
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.wire.codecs import bytes_of
@@ -44,6 +45,9 @@ class Giving:
 
     Args:
         shapes: of a contribution's tensors
+
+    Attributes:
+        num_bytes: of a contribution
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Giving:
         self._shapes = list(shapes)
         averaging = context.resolved.manifest.averaging
         self._rounds_ahead = averaging.rounds_ahead + averaging.steps_per_average
-        self._num_bytes = 4 * sum(shape.numel() for shape in shapes)
+        self.num_bytes = 4 * sum(shape.numel() for shape in shapes)
         # Statements of the contributions that this seat holds for others, so that it can give them on.
         self._signed: dict[Name, Signed[HandedOver]] = {}
         self._arriving: dict[tuple[str, Name], _Arriving] = {}
@@ -113,7 +117,8 @@ class Giving:
         for offset in range(0, len(data), CHUNK_BYTES):
             call = GiveCall(manifest=self._context.resolved.hash, stage=self._stage, offset=offset, num_bytes=len(data))
             chunk = data[offset : offset + CHUNK_BYTES]
-            await self._transport.call(mate, call, (statement, chunk), timeout_s=CALL_TIMEOUT_S)
+            timeout_s = CALL_TIMEOUT_S + len(chunk) / SLOWEST_BYTES_PER_S
+            await self._transport.call(mate, call, (statement, chunk), timeout_s=timeout_s)
 
     # --- the taking side
 
@@ -128,7 +133,7 @@ class Giving:
         member = self._driver.member
         if member is None or caller not in self._mates():
             raise NotServing("contributions go from stage-mate to stage-mate")
-        if len(tensors) != 2 or call.num_bytes != self._num_bytes or len(tensors[1]) > CHUNK_BYTES:
+        if len(tensors) != 2 or call.num_bytes != self.num_bytes or len(tensors[1]) > CHUNK_BYTES:
             raise InvalidMessage(f"a contribution of {call.num_bytes} bytes in {len(tensors)} tensors")
         given = self._agreement.statements.decode(Signed[HandedOver], bytes(tensors[0]))
         contribution = given.body.contribution
@@ -142,11 +147,11 @@ class Giving:
             return Reply()
         arriving = self._arrive(caller, given)
         end = call.offset + len(tensors[1])
-        if call.offset % CHUNK_BYTES or end != min(call.offset + CHUNK_BYTES, self._num_bytes):
-            raise InvalidMessage(f"bytes {call.offset} to {end} are no chunk of {self._num_bytes}")
+        if call.offset % CHUNK_BYTES or end != min(call.offset + CHUNK_BYTES, self.num_bytes):
+            raise InvalidMessage(f"bytes {call.offset} to {end} are no chunk of {self.num_bytes}")
         arriving.data[call.offset : end] = torch.frombuffer(bytearray(tensors[1]), dtype=torch.uint8)
         arriving.offsets.add(call.offset)
-        if arriving.offsets >= set(range(0, self._num_bytes, CHUNK_BYTES)):
+        if arriving.offsets >= set(range(0, self.num_bytes, CHUNK_BYTES)):
             await self._take(self._arriving.pop((caller, name)))
         return Reply()
 
@@ -175,7 +180,7 @@ class Giving:
             held = self._driver.gradients.names - {each for each in self._driver.gradients.names if self._is_own(each)}
             if len(self._arriving) + len(held) >= MAX_GUESTS:
                 raise Busy(f"{len(held)} contributions of others are held, and {len(self._arriving)} arrive")
-            self._arriving[caller, name] = _Arriving(given, torch.empty(self._num_bytes, dtype=torch.uint8))
+            self._arriving[caller, name] = _Arriving(given, torch.empty(self.num_bytes, dtype=torch.uint8))
         return self._arriving[caller, name]
 
     def _next_round(self) -> int:
