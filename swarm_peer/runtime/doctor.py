@@ -135,7 +135,7 @@ async def _look_at_run(options: PeerOptions, entrance: Entrance, identity_path: 
         position = await _find_position(dht)
     facts = _facts_of(resolved, ways, position)
     if not device.error:
-        facts = _with_device(facts, resolved, device, options.max_memory, directory.view)
+        facts = _with_device(facts, resolved, device, options, directory.view)
     return _Seen(facts=facts, snapshot_bytes=_snapshot_bytes(resolved))
 
 
@@ -206,21 +206,31 @@ def _facts_of(resolved: ResolvedManifest, ways: Sequence[MemberWay], position: N
 
 
 def _with_device(
-    facts: RunFacts, resolved: ResolvedManifest, device: DeviceFacts, max_memory: int | None, view: SwarmView
+    facts: RunFacts, resolved: ResolvedManifest, device: DeviceFacts, options: PeerOptions, view: SwarmView
 ) -> RunFacts:
     """Add what the device can do in the run."""
     try:
-        too_large = stages_too_large(resolved, torch.device(device.device), max_memory)
+        too_large = stages_too_large(resolved, torch.device(device.device), options.max_memory)
     except UserError as error:
         return replace(facts, too_small=str(error))
-    fits = stage_fits(resolved, view, device, facts.ways)
+    lent = options.max_upload_mbps, options.max_download_mbps
+    fits = stage_fits(resolved, view, device, facts.ways, lent)
     return replace(facts, too_large=too_large, fits=[fit for fit in fits if fit.stage not in too_large])
 
 
 def stage_fits(
-    resolved: ResolvedManifest, view: SwarmView, device: DeviceFacts, ways: Sequence[MemberWay]
+    resolved: ResolvedManifest,
+    view: SwarmView,
+    device: DeviceFacts,
+    ways: Sequence[MemberWay],
+    lent_mbps: tuple[float | None, float | None] = (None, None),
 ) -> list[StageFit]:
-    """The speed that the performance model expects of a machine in each stage, by itself."""
+    """The speed that the performance model expects of a machine in each stage, by itself.
+
+    Args:
+        lent_mbps: megabits a second up and down that its owner lends; None for all of the link
+    """
+    lent_up, lent_down = (inf if mbps is None else mbps * 1e6 / 8 for mbps in lent_mbps)
     works = works_of(resolved, torch.device(device.device).type)
     speed = device.flops_per_s * TRAINING_SHARE[device.precision]
     ups = [way.up_bytes_per_s for way in ways if way.up_bytes_per_s]
@@ -229,8 +239,8 @@ def stage_fits(
         name="this machine",
         count=1,
         flops_per_s=speed,
-        upload_bytes_per_s=max(ups, default=inf),
-        download_bytes_per_s=max(downs, default=inf),
+        upload_bytes_per_s=min(max(ups, default=inf), lent_up),
+        download_bytes_per_s=min(max(downs, default=inf), lent_down),
     )
     settings = step_settings(resolved.manifest)
     rates = Predictor(works=works, groups=(me,), settings=settings).rates()

@@ -101,8 +101,8 @@ class Peer:
         )
         dht.dial_by(self._directory.addresses_of, self._directory.can_be_dialled)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
-        probes = ProbeGiver(context.clock)
-        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes.calls)
+        probes = refusing(ProbeGiver(context.clock).calls, self._lifecycle)
+        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes)
         self._mover: Mover | None = None
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._opens = UNDECIDED  # the stage of the replica that is being made, or will be after a pause

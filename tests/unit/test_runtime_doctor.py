@@ -147,6 +147,10 @@ def test_what_a_machine_would_do_in_a_run_is_what_plan_expects(resolved):
     linked = doctor.stage_fits(resolved, view, device, [way, replace(way, up_bytes_per_s=5e4)])
     assert all(fit.is_linked for fit in linked)
     assert all(slow.samples_per_s < quick.samples_per_s for slow, quick in zip(linked, alone, strict=True))
+    lent = doctor.stage_fits(resolved, view, device, [replace(way, up_bytes_per_s=1e9)], (0.4, None))
+    assert [fit.samples_per_s for fit in lent] == [
+        fit.samples_per_s for fit in doctor.stage_fits(resolved, view, device, [replace(way, up_bytes_per_s=5e4)])
+    ]
     half = doctor.stage_fits(resolved, view, replace(device, flops_per_s=5e12), [])
     assert half[0].samples_per_s == pytest.approx(alone[0].samples_per_s / 2)
 

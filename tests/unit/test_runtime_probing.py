@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import anyio
 import pytest
 from contexts import MovedClock
@@ -9,6 +11,7 @@ from memory_transport import MemoryNetwork
 
 from swarm_peer.errors import CallTimeout, InvalidMessage
 from swarm_peer.runtime.host.machine import SystemClock
+from swarm_peer.runtime.lifecycle import refusing
 from swarm_peer.runtime.network import probing
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.probing import ProbeGiver, Prober
@@ -58,6 +61,13 @@ def test_a_member_that_is_gone_is_not_reached():
 def test_a_member_of_another_version_is_reached():
     way = anyio.run(lambda: measured(calls={}))
     assert (way.is_reached, way.round_trip_s) == (True, None)
+
+
+def test_a_member_that_its_owner_has_paused_spends_nothing():
+    lifecycle = SimpleNamespace(is_paused=True, pause_note="paused until 22:00 (hours)")
+    way = anyio.run(lambda: measured(calls=refusing(ProbeGiver(SystemClock()).calls, lifecycle)))
+    assert (way.is_reached, way.round_trip_s, way.up_bytes_per_s) == (True, None, None)
+    assert "paused until 22:00" in way.reason
 
 
 def test_a_link_that_carries_nothing_is_told_from_a_member_that_is_gone():
