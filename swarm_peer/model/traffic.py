@@ -15,6 +15,13 @@ def hop_bytes(length: int, hidden_size: int, codec: str, with_tokens: bool = Tru
     return find_codec(codec).num_bytes(length * hidden_size) + (4.0 * (length + 1) if with_tokens else 0.0)
 
 
+def boundary_bytes(resolved: ResolvedManifest) -> float:
+    """The bytes that one sample makes two neighbouring stages send each other."""
+    manifest, length, size = resolved.manifest, resolved.manifest.data.sequence_length, resolved.hidden_size
+    forth = hop_bytes(length, size, manifest.wire.activations)
+    return forth + hop_bytes(length, size, manifest.wire.gradients, with_tokens=False)
+
+
 def stage_traffic(resolved: ResolvedManifest) -> tuple[StageTraffic, ...]:
     """The bytes that one sample makes a peer of each stage send and receive."""
     manifest, length, size = resolved.manifest, resolved.manifest.data.sequence_length, resolved.hidden_size

@@ -16,8 +16,9 @@ rounds, but nobody can keep its neighbours.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -159,19 +160,24 @@ class Router:
         else:
             candidate.samples_per_s += THROUGHPUT_SMOOTHING * (samples_per_s - candidate.samples_per_s)
 
-    def choose(self, num_samples: int, avoid: Container[str] = ()) -> Route:
+    def choose(
+        self, num_samples: int, avoid: Container[str] = (), carried: Callable[[str], float] = lambda peer_id: math.inf
+    ) -> Route:
         """Choose the next hop for a microbatch of `num_samples`, and add the expected work to its time.
 
-        If all candidates that have a part for this caller are to be avoided, another one gets the microbatch.
+        If all candidates that have a part for this caller are to be avoided, or the way to them carries less than that
+        part, others may get the microbatch.
 
         Args:
             avoid: peers that failed recently, or that were tried for this microbatch already
+            carried: samples/s that the way from the caller to a peer carries
         """
         allowed = [peer_id for peer_id in self._candidates if peer_id not in avoid]
         if not allowed:
             known = len(self._candidates)
             return Route(None, "no peer serves the stage" if not known else f"all {known} peers are to be avoided")
-        own = [peer_id for peer_id in allowed if self._candidates[peer_id].part]
+        speeds = {peer_id: self._speed(self._candidates[peer_id]) for peer_id in allowed}
+        own = [peer_id for peer_id in allowed if self._candidates[peer_id].part and carried(peer_id) >= speeds[peer_id]]
         allowed = own or allowed
         floor = min(self._candidates[peer_id].expected_finish for peer_id in allowed)
         for peer_id, candidate in self._candidates.items():
@@ -179,9 +185,13 @@ class Router:
                 # Else such a peer, whose time stands still, would later get all microbatches until it catches up.
                 candidate.expected_finish = max(candidate.expected_finish, floor)
         chosen = min(allowed, key=lambda peer_id: (self._candidates[peer_id].expected_finish, self._rng.random()))
-        speed = self._candidates[chosen].samples_per_s or self._typical_speed()
-        self._candidates[chosen].expected_finish += num_samples / (speed * (self._candidates[chosen].part or 1.0))
+        speed = min(speeds[chosen], carried(chosen))
+        self._candidates[chosen].expected_finish += num_samples / speed
         return Route(chosen, f"earliest expected finish at {speed:.3g} samples/s of {len(allowed)} candidates")
+
+    def _speed(self, candidate: _Candidate) -> float:
+        """The samples/s that a candidate has for this caller."""
+        return (candidate.samples_per_s or self._typical_speed()) * (candidate.part or 1.0)
 
     def _typical_speed(self) -> float:
         """The median of the known throughputs, which is expected of a peer that has not been measured."""

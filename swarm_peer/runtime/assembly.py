@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm_peer.model.costs import REPLIES_KEPT
-from swarm_peer.model.traffic import stage_traffic
+from swarm_peer.model.traffic import boundary_bytes, stage_traffic
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UpdateRecord
 from swarm_peer.policy.view import PeerState, SwarmView
@@ -251,6 +251,9 @@ class Assembly:
         member = self._member()
         return member.log if member is not None else self.peer.agreement.core.told.get(self._stage)
 
+    def _carried_samples_per_s(self, peer_id: str) -> float:
+        return self.peer.dht.carried_bytes_per_s(peer_id) / boundary_bytes(self.peer.context.resolved)
+
     def _make_core(self, work: RoundWork, neighbours: Neighbours) -> ReplicaCore:
         context, spec = self.peer.context, self.trainer.spec
         time = TimeMeter(clock=context.clock, busy_s=self.peer.device_thread.busy_s)
@@ -266,6 +269,7 @@ class Assembly:
                 transport=self.peer.transport,
                 view=neighbours.view,
                 work=work,
+                carried_samples_per_s=self._carried_samples_per_s,
             )
         executor = StageExecutor(
             context=context,

@@ -166,6 +166,7 @@ async def _take_part(
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(count_connections, dht.daemon_pid, link.settle)
+        dht.p2p.carried = link.carry
         peer = Peer(
             context=context,
             dht=dht,

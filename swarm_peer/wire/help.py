@@ -24,6 +24,7 @@ class HelpRequest:
         other: the node to be reached; or, for that node, the one that asks
         other_shown: that node's pass, if it asks
         addresses: where it may be dialled
+        bytes_per_s: that a carried connection has, as the helper says
     """
 
     shown: bytes
@@ -31,6 +32,7 @@ class HelpRequest:
     other: str
     other_shown: bytes = b""
     addresses: tuple[str, ...] = ()
+    bytes_per_s: int = 0
 
     @classmethod
     def parse(cls, values: object) -> HelpRequest:
@@ -40,14 +42,21 @@ class HelpRequest:
             InvalidMessage: it is no request
         """
         match values:
-            case [bytes() as shown, bool() as is_relay, str() as other, bytes() as other_shown, tuple() as addresses]:
-                if is_peer_id(other) and max(len(shown), len(other_shown)) <= MAX_PASS_BYTES:
-                    return cls(shown, is_relay, other, other_shown, checked_addresses(addresses))
-        raise InvalidMessage("help: not [pass, relay, node, its pass, addresses]")
+            case [
+                bytes() as shown,
+                bool() as relay,
+                str() as other,
+                bytes() as its,
+                tuple() as at,
+                int() as rate,
+            ]:
+                if is_peer_id(other) and max(len(shown), len(its)) <= MAX_PASS_BYTES and _is_rate(rate):
+                    return cls(shown, relay, other, its, checked_addresses(at), rate)
+        raise InvalidMessage("help: not [pass, relay, node, its pass, addresses, bytes/s]")
 
     def values(self) -> list[Any]:
         """As `parse` reads it."""
-        return [self.shown, self.is_relay, self.other, self.other_shown, list(self.addresses)]
+        return [self.shown, self.is_relay, self.other, self.other_shown, list(self.addresses), self.bytes_per_s]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +67,13 @@ class HelpAnswer:
         refusal: why it does not do it; empty if it does
         shown: its pass
         addresses: where the node that is to be reached may be dialled
+        bytes_per_s: that a carried connection has
     """
 
     refusal: str = ""
     shown: bytes = b""
     addresses: tuple[str, ...] = ()
+    bytes_per_s: int = 0
 
     @classmethod
     def parse(cls, values: object) -> HelpAnswer:
@@ -73,15 +84,16 @@ class HelpAnswer:
             PeerUnreachable: it is a refusal
         """
         match values:
-            case [str() as refusal, bytes() as shown, tuple() as addresses] if len(shown) <= MAX_PASS_BYTES:
+            case [str() as refusal, bytes() as shown, tuple() as addresses, int() as rate]:
                 if refusal:
                     raise PeerUnreachable(f"refused: {refusal!r:.200}")
-                return cls(refusal, shown, checked_addresses(addresses))
-        raise InvalidMessage("help: not [refusal, pass, addresses]")
+                if len(shown) <= MAX_PASS_BYTES and _is_rate(rate):
+                    return cls(refusal, shown, checked_addresses(addresses), rate)
+        raise InvalidMessage("help: not [refusal, pass, addresses, bytes/s]")
 
     def values(self) -> list[Any]:
         """As `parse` reads it."""
-        return [self.refusal, self.shown, list(self.addresses)]
+        return [self.refusal, self.shown, list(self.addresses), self.bytes_per_s]
 
 
 def checked_addresses(values: tuple[Any, ...]) -> tuple[str, ...]:
@@ -102,3 +114,7 @@ def checked_addresses(values: tuple[Any, ...]) -> tuple[str, ...]:
                 continue
         raise InvalidMessage(f"help: {value!r:.80} is no address to dial")
     return values
+
+
+def _is_rate(value: int) -> bool:
+    return type(value) is int and 0 <= value < 2**40

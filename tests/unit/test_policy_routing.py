@@ -449,3 +449,23 @@ def test_a_link_that_has_become_slower_is_noticed_in_time():
     assert window.size() == 1 + SPARE
     window.observe(1.0, 0.1, now=10.1)
     assert window.size() == 1 + 10 * SPARE
+
+
+def test_a_slow_way_is_taken_by_as_much_as_it_carries_and_only_where_no_better_one_is_there():
+    router = make_router(near=1.0, far=1.0)
+    ways = {"far": 0.25}
+    sent = Counter(router.choose(1, carried=lambda peer: ways.get(peer, 9.0)).peer_id for _ in range(40))
+    assert sent == {"near": 40}
+    ways["near"] = 0.75
+    sent = Counter(router.choose(1, carried=lambda peer: ways.get(peer, 9.0)).peer_id for _ in range(40))
+    assert 28 <= sent["near"] <= 32, "by the speed of the ways"
+
+
+def test_a_caller_whose_own_part_lies_behind_a_slow_way_sends_to_others():
+    callers = [replace(peer, stage=0) for peer in serving(a=1.0, b=1.0)]
+    router = Router(random.Random(0))
+    router.update(serving(x=1.0, y=1.0), "a", callers, 1)
+    (own,) = {router.choose(1).peer_id for _ in range(10)}
+    (other,) = {"x", "y"} - {own}
+    sent = Counter(router.choose(1, carried=lambda peer: 0.01 if peer == own else 9.0).peer_id for _ in range(20))
+    assert sent[other] >= 19, "one at most learns how slow the way is"

@@ -17,7 +17,7 @@ from tiny_swarms import until
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, PeerUnreachable
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.carrying import Ends, Rate, carry
-from swarm_peer.runtime.network.meetings import HELPED, HELPER, MOST_HELPED_EACH, Meetings, seen_at
+from swarm_peer.runtime.network.meetings import HELPED, HELPER, MOST_HELPED_EACH, Carrier, Meetings, seen_at
 from swarm_peer.wire.help import MAX_ADDRESSES, HelpAnswer, HelpRequest
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.packing import unpack
@@ -49,18 +49,18 @@ def test_whatever_comes_is_an_answer_or_refused(data):
 )
 def test_an_address_that_could_mean_anything_else_is_refused(address):
     with pytest.raises(InvalidMessage):
-        HelpAnswer.parse(("", b"", (address,)))
+        HelpAnswer.parse(("", b"", (address,), 0))
     with pytest.raises(InvalidMessage):
-        HelpAnswer.parse(("", b"", ("/ip4/1.2.3.4/tcp/1",) * (MAX_ADDRESSES + 1)))
+        HelpAnswer.parse(("", b"", ("/ip4/1.2.3.4/tcp/1",) * (MAX_ADDRESSES + 1), 0))
 
 
 def test_requests_and_answers_are_read_as_they_are_written():
-    request = HelpRequest(b"pass", True, A, b"its", (SEEN[A],))
+    request = HelpRequest(b"pass", True, A, b"its", (SEEN[A],), 7)
     assert HelpRequest.parse(unpack(msgpack.packb(request.values()), "help")) == request
-    answer = HelpAnswer("", b"pass", (SEEN[B],))
+    answer = HelpAnswer("", b"pass", (SEEN[B],), 7)
     assert HelpAnswer.parse(unpack(msgpack.packb(answer.values()), "help")) == answer
     with pytest.raises(PeerUnreachable, match="no place"):
-        HelpAnswer.parse(("no place", b"", ()))
+        HelpAnswer.parse(("no place", b"", (), 0))
 
 
 def test_a_node_that_comes_through_a_relay_is_seen_nowhere():
@@ -140,6 +140,17 @@ class Client:
         self.passes = Passes(me, net.strangers)
         self.opened = []
         self.can_be_dialled = {HELP: True}.get
+        self.num_carried = 0
+        self.redialled = []
+
+    async def disconnect(self, other):
+        self.redialled.append("disconnect")
+
+    async def dial(self, other):
+        self.redialled.append("dial")
+
+    def carried(self, num_bytes):
+        self.num_carried += num_bytes
 
     async def handle_streams(self, name, handler):
         self.net.handlers[self.me, name] = handler
@@ -175,7 +186,7 @@ async def test_two_behind_routers_dial_each_other_where_a_third_one_sees_them():
         assert frozenset((A, B)) in net.links
         assert SEEN[B] in net.dialled[A]
         assert SEEN[A] in net.dialled[B]
-        assert not nodes[A].relays
+        assert not nodes[A].carriers
 
 
 @pytest.mark.parametrize("mode", ["asks", "both ask"])
@@ -188,11 +199,13 @@ async def test_where_that_fails_a_third_one_carries_their_connection(mode, monke
             if mode == "both ask":
                 tasks.start_soon(nodes[B].reach, A, [])
         assert frozenset((A, B)) in net.links
-        assert (nodes[A].relays, nodes[B].relays) == ({B: HELP}, {A: HELP}), "one connection is enough"
+        carrier = Carrier(HELP, 1e6)
+        assert (nodes[A].carriers, nodes[B].carriers) == ({B: carrier}, {A: carrier}), "one connection is enough"
+        assert nodes[HELP]._p2p.num_carried > len("hello\nhello\n")
         opened = nodes[A]._p2p.opened + nodes[B]._p2p.opened
         assert len(opened) == 1
         opened[0][1].close()
-        await until(lambda: not (nodes[A].relays or nodes[B].relays or nodes[HELP]._num_relayed))
+        await until(lambda: not (nodes[A].carriers or nodes[B].carriers or nodes[HELP]._num_relayed))
 
 
 async def test_an_owner_may_have_nothing_carried(monkeypatch, caplog):
@@ -218,7 +231,7 @@ async def test_a_stranger_is_refused_as_a_client_and_as_a_target(is_relay):
         with pytest.raises(CallError):  # by the word of a member that lets it in
             await nodes[HELP]._ask(B, HELPED, HelpRequest(HELP.encode(), is_relay, A, A.encode()))
         assert frozenset((A, B)) not in net.links
-        assert not nodes[B].relays
+        assert not nodes[B].carriers
         assert not net.dialled[B]
 
 
@@ -254,3 +267,16 @@ async def test_bytes_pass_both_ways_at_a_rate_and_one_end_ends_both():
         assert await ends[3].reader.read() == b""
     assert sum(taken) == 50_004
     ends[3].writer.close()
+
+
+async def test_a_carried_connection_gives_way_to_a_direct_one_and_not_again_and_again(monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
+    net = Net(opens=False)
+    async with net.running() as nodes:
+        await nodes[A].reach(B, [])
+        await nodes[A]._improve()
+        assert not nodes[A]._p2p.redialled, "nobody can dial it"
+        nodes[A]._p2p.can_be_dialled = {HELP: True, B: True}.get
+        await nodes[A]._improve()
+        await nodes[A]._improve()
+        assert nodes[A]._p2p.redialled == ["disconnect", "dial"]

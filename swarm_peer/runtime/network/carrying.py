@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import anyio
 
+from swarm_peer.errors import PeerUnreachable
+from swarm_peer.runtime.network.frame_stream import on_network
+
 PIECE_BYTES = 1 << 16
 # libp2p asks the other end for a sign of life more often than that.
 SILENCE_S = 120.0
@@ -59,7 +62,7 @@ async def carry(one: Ends, other: Ends, rate: Rate | None = None) -> None:
         async with anyio.create_task_group() as tasks:
 
             async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                with suppress(OSError, EOFError):  # a stream has broken; TimeoutError is an OSError
+                with suppress(PeerUnreachable):  # a stream has broken
                     await _pass_on(reader, writer, rate)
                 tasks.cancel_scope.cancel()
 
@@ -69,12 +72,12 @@ async def carry(one: Ends, other: Ends, rate: Rate | None = None) -> None:
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate: Rate | None) -> None:
     while True:
-        with anyio.fail_after(SILENCE_S):
+        with on_network(SILENCE_S):
             piece = await reader.read(PIECE_BYTES)
         if not piece:
             return
         if rate is not None:
             await rate.take(len(piece))
-        with anyio.fail_after(SILENCE_S):
+        with on_network(SILENCE_S, is_closing=writer.is_closing):
             writer.write(piece)
             await writer.drain()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import filterfalse
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -30,7 +32,7 @@ from swarm_peer.runtime.network.guarded_p2p import (
     explain_start_failure,
     refusal_of,
 )
-from swarm_peer.runtime.network.meetings import Meetings
+from swarm_peer.runtime.network.meetings import Carrier, Meetings
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.peer_addresses import by_quic, door_of, is_loopback, listening, ports_of
 from swarm_peer.runtime.network.reachability import Reachability, Ways
@@ -91,13 +93,13 @@ class SwarmDHT:
         clock: Clock,
         places: RecordPlaces,
         passes: PassChecker,
-        relays: Callable[[], Iterable[str]] = tuple,
+        carriers: Mapping[str, Carrier] = MappingProxyType({}),
     ):
         self.p2p: GuardedP2P = node.p2p
         self.passes = passes
         self.identity = identity
         self._ways = ways
-        self._relays = relays
+        self._carriers = carriers
         self._node = node
         self.metrics = metrics
         self._clock = clock
@@ -157,7 +159,7 @@ class SwarmDHT:
                 clock=clock,
                 places=validator.places,
                 passes=validator.passes,
-                relays=meetings.relays.values,
+                carriers=meetings.carriers,
             )
             opened.push_async_callback(_in_time, dht._close)
             dht._tasks |= {asyncio.create_task(each) for each in (dht._rejoin(), reachability.run(), meetings.run())}
@@ -186,9 +188,14 @@ class SwarmDHT:
     @property
     def relays(self) -> tuple[str, ...]:
         """The nodes that carry this one's connections to others, those first that carry most of them."""
-        carried = Counter(self._relays())
+        carried = Counter(carrier.helper for carrier in self._carriers.values())
         self.metrics.carried_connections.set(carried.total())
         return tuple(relay for relay, _ in carried.most_common())
+
+    def carried_bytes_per_s(self, peer_id: str) -> float:
+        """The bytes a second that a connection to a peer has if another node carries it; else inf."""
+        carrier = self._carriers.get(peer_id)
+        return math.inf if carrier is None else max(1.0, carrier.bytes_per_s)  # as the carrier says
 
     async def _rejoin(self) -> None:
         """Call peers that the routing table has lost.

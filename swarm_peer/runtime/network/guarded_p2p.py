@@ -83,6 +83,8 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     # The addresses that a peer announces, and whether others can dial it by its own account.
     announced: Callable[[str], Sequence[str]] = staticmethod(lambda peer_id: ())
     can_be_dialled: Callable[[str], bool | None] = staticmethod(lambda peer_id: None)
+    # Told of bytes that this node has carried for others.
+    carried: Callable[[int], None] = staticmethod(lambda num_bytes: None)
     # Finds ways to those that cannot be dialled, by their id and the addresses that they announce.
     reach: Callable[[str, Sequence[str]], Awaitable[None]] | None = None
     _pacing: asyncio.Task[None] | None = None

@@ -147,6 +147,11 @@ class Link:
         """Wait until a piece of a large frame may be read; TCP has its sender wait meanwhile."""
         await self.download.take(self._receives(num_bytes), turn)
 
+    def carry(self, num_bytes: int) -> None:
+        """Let bytes through that come from one peer for another."""
+        self.receive_now(num_bytes)
+        self.send_now(num_bytes)
+
     def settle(self, sent_bytes: int, received_bytes: int) -> None:
         """Have the calls make up for bytes that the kernel has counted beyond them, such as those of the DHT.
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
@@ -51,6 +53,8 @@ CONNECT_S = 8.0
 AGAIN_S = (15.0, 30.0, 60.0, 120.0)
 # Between looks whether a node that is reached through a relay can be dialled by now.
 IMPROVE_S = 10.0
+# A direct way that was not there is looked for again after so long: each time, calls under way are made again.
+BETTER_AGAIN_S = 900.0
 # Wishes that this node sees to at a time, and those of one other.
 MOST_HELPED = 64
 MOST_HELPED_EACH = 8
@@ -67,11 +71,23 @@ def seen_at(connections: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(both))[:MAX_ADDRESSES]
 
 
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """A helper that carries a connection of this node.
+
+    Attributes:
+        bytes_per_s: that the connection has of what the helper carries; as of its beginning
+    """
+
+    helper: str
+    bytes_per_s: float
+
+
 class Meetings:
     """Finds ways to nodes that cannot be dialled, and helps others to theirs. Belongs to one GuardedP2P.
 
     Attributes:
-        relays: who carries this node's connection to a node, by node
+        carriers: how this node's connection to a node is carried, by node
     """
 
     def __init__(
@@ -100,10 +116,12 @@ class Meetings:
         self._searches: dict[str, anyio.Event] = {}
         self._failures: Counter[str] = Counter()
         self._not_before_s: dict[str, float] = {}
+        self._improved_s: dict[str, float] = {}
         self._helped: Counter[str] = Counter()
         self._num_relayed = 0
-        self._relayed = Rate(relay_bytes_per_s or 1.0, metrics.carried_bytes.inc)
-        self.relays: dict[str, str] = {}
+        self._relayed = Rate(relay_bytes_per_s or 1.0, self._count)
+        self._metrics = metrics
+        self.carriers: dict[str, Carrier] = {}
 
     async def run(self) -> None:
         """Help others, and look for the ways that `reach` asks for, until cancelled."""
@@ -121,9 +139,12 @@ class Meetings:
 
         Calls that are under way there fail, as if the relay had gone, and are made again.
         """
-        for name, relay in list(self.relays.items()):
-            if self._p2p.can_be_dialled(name):
-                log.info("way_changes peer=%s from=through %s to=direct", name, relay)
+        now_s = anyio.current_time()
+        for name, carrier in list(self.carriers.items()):
+            # Some routers are open to those alone who told the node that its port is open.
+            if self._p2p.can_be_dialled(name) and now_s >= self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
+                self._improved_s[name] = now_s
+                log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
                 try:
                     with on_network(CONNECT_S, errors=(Exception,)):
                         await self._p2p.disconnect(name)
@@ -144,6 +165,8 @@ class Meetings:
                     await serve(peer_id, seen, ends)
                 except CallError as error:
                     log.debug("not_helped peer=%s reason=%s", peer_id, error)
+                except Exception:  # a defect of this program must not end the ways of others
+                    log.exception("help_failed peer=%s", peer_id)
 
         return handle
 
@@ -173,7 +196,15 @@ class Meetings:
                 pause_s = AGAIN_S[min(self._failures[name], len(AGAIN_S) - 1)]
                 self._failures[name] += 1
                 self._not_before_s[name] = anyio.current_time() + pause_s
-                log.info("no_way peer=%s again_s=%.0f reason=%s", name, pause_s, error)
+                # Such a peer may only have gone: its announcement lasts some seconds longer.
+                log.log(
+                    logging.WARNING if self._failures[name] == len(AGAIN_S) else logging.INFO,
+                    "no_way peer=%s again_s=%.0f reason=%s: forward the port of this machine's router or of that "
+                    "one's, or have a member that both reach carry their connection (--relay-mbps)",
+                    name,
+                    pause_s,
+                    error,
+                )
             else:
                 del self._failures[name]
                 log.info("way_found peer=%s way=%s", name, how)
@@ -280,7 +311,8 @@ class Meetings:
             CallError: the helper does not, or the node does not answer there
         """
         assert self._tasks is not None
-        _, ends = await self._ask(helper, HELPER, HelpRequest(self._p2p.passes.own_pass, True, name))
+        answer, ends = await self._ask(helper, HELPER, HelpRequest(self._p2p.passes.own_pass, True, name))
+        carrier = Carrier(helper, answer.bytes_per_s)
         is_taken = False
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -290,7 +322,7 @@ class Meetings:
                 writer.close()
                 return
             is_taken = True
-            self._tasks.start_soon(self._carry_own, name, helper, Ends(reader, writer), ends)
+            self._tasks.start_soon(self._carry_own, name, carrier, Ends(reader, writer), ends)
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         try:
@@ -302,19 +334,23 @@ class Meetings:
             if not is_taken:
                 ends.writer.close()
 
-    async def _carry_own(self, name: str, helper: str, daemon: Ends, ends: Ends) -> None:
+    async def _carry_own(self, name: str, carrier: Carrier, daemon: Ends, ends: Ends) -> None:
         """Carry this node's own connection to a node between its daemon and the helper, until it ends."""
-        self.relays[name] = helper
+        self.carriers[name] = carrier
         try:
             await carry(daemon, ends)
         finally:
-            self.relays.pop(name, None)
-            log.info("way_ended peer=%s way=through %s", name, helper)
+            self.carriers.pop(name, None)
+            log.info("way_ended peer=%s way=through %s", name, carrier.helper)
 
     def _own_plain(self) -> tuple[str, ...]:
         return tuple(address for address in self._own_addresses() if not is_loopback(address))[:MAX_ADDRESSES]
 
     # --- to help
+
+    def _count(self, num_bytes: int) -> None:
+        self._metrics.carried_bytes.inc(num_bytes)
+        self._p2p.carried(num_bytes)
 
     @contextmanager
     def _place(self, peer_id: str) -> Iterator[None]:
@@ -351,11 +387,16 @@ class Meetings:
                 if not at:
                     raise PeerUnreachable("this node has no connection of its own to it")
                 where = (*seen_at([seen]), *request.addresses)[:MAX_ADDRESSES]
-                passed_on = HelpRequest(self._p2p.passes.own_pass, request.is_relay, peer_id, request.shown, where)
+                share = int(self._relay_bytes_per_s / max(1, self._num_relayed))
+                passed_on = HelpRequest(
+                    self._p2p.passes.own_pass, request.is_relay, peer_id, request.shown, where, share
+                )
                 answer, other = await self._ask(request.other, HELPED, passed_on)
                 with closing(other.writer):
                     self._p2p.passes.check(request.other, answer.shown)
-                    await self._answer(ends, HelpAnswer(addresses=(*at, *answer.addresses)[:MAX_ADDRESSES]))
+                    await self._answer(
+                        ends, HelpAnswer(addresses=(*at, *answer.addresses)[:MAX_ADDRESSES], bytes_per_s=share)
+                    )
                     if request.is_relay:
                         await carry(ends, other, self._relayed)
                     else:
@@ -375,7 +416,7 @@ class Meetings:
         try:
             with self._place(helper):
                 if request.is_relay:
-                    await self._be_relayed(request.other, helper, ends)
+                    await self._be_relayed(request.other, Carrier(helper, request.bytes_per_s), ends)
                 else:
                     await self._answer(ends, HelpAnswer(shown=passes.own_pass, addresses=self._own_plain()))
                     await self._connect(request.other, request.addresses, PUNCH_S)
@@ -383,7 +424,7 @@ class Meetings:
             await self._refuse(ends, error)
             raise
 
-    async def _be_relayed(self, other: str, helper: str, ends: Ends) -> None:
+    async def _be_relayed(self, other: str, carrier: Carrier, ends: Ends) -> None:
         # Both may look for each other at once, and one connection is enough.
         if other in self._searches and self._me < other:
             raise NoRoom("this node is about to reach the other one itself")
@@ -391,7 +432,7 @@ class Meetings:
             reader, writer = await asyncio.open_connection(*self._door)
         with closing(writer):
             await self._answer(ends, HelpAnswer(shown=self._p2p.passes.own_pass))
-            await self._carry_own(other, helper, Ends(reader, writer), ends)
+            await self._carry_own(other, carrier, Ends(reader, writer), ends)
 
     async def _refuse(self, ends: Ends, error: CallError) -> None:
         await self._answer(ends, HelpAnswer(refusal=str(error)[:200]))

@@ -6,6 +6,7 @@ Owns the speeds and failures of these peers; policy/routing.py chooses. Must not
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -99,14 +100,17 @@ class StageClient:
         transport: Transport,
         view: Callable[[], SwarmView],
         work: RoundWork | None,
+        carried_samples_per_s: Callable[[str], float] = lambda peer_id: math.inf,
     ):
         """Make a client that has called nobody.
 
         Args:
+            carried_samples_per_s: that the way to a peer carries
             work: takes the receipts of training microbatches; None for an observer, which sends queries alone
         """
         self.stage = stage
         self._work = work
+        self._carried_samples_per_s = carried_samples_per_s
         self._leaving = False
         self._clock = context.clock
         self._resolved = context.resolved
@@ -168,7 +172,7 @@ class StageClient:
             lives = {peer.peer_id: peer.life for peer in serving}
             failed = backoff.avoided(now) | self._backoff.avoided(now) | self._refused.avoided(now)
             avoided = {peer_id for peer_id, life in lives.items() if life in failed}
-            route = router.choose(microbatch.num_samples, avoided | tried)
+            route = router.choose(microbatch.num_samples, avoided | tried, self._carried_samples_per_s)
             if route.peer_id is None:
                 reason = f"{cause}, and now {route.reason}" if cause else route.reason
                 if self._leaving and not serving:
