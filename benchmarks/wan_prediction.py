@@ -7,13 +7,13 @@ from dataclasses import replace
 from links import LinkOptions
 from wan_workload import Workload
 
-from coordinator.planning.link_choices import step_settings
 from coordinator.planning.peers_file import AVERAGING_GAIN, USUAL_LINK_UTILISATION
 from swarm_peer.codecs import find_codec
 from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.performance_model import Predictor
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.stage_memory import StageMemory
+from swarm_peer.runtime.host.expected_work import step_settings
 
 # Optimizer steps to the next average, in rounds without one.
 NEVER = 10**9

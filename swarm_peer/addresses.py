@@ -13,6 +13,8 @@ _HOST_AND_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.-]{1,253}):([0-9]{1
 _NAME = re.compile(r"[0-9A-Za-z.-]{1,253}")
 _HOST_ALONE = re.compile("/[^/]+/[^/]+")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")
+# Where a process listens that is told nothing else. A machine without IPv6 leaves out the second one.
+EVERYWHERE = ("/ip4/0.0.0.0", "/ip6/::")
 _HINT = "expected one such as /ip4/1.2.3.4/tcp/31337 or host.example.org:31337"
 
 

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from swarm_peer.addresses import EVERYWHERE
 from swarm_peer.codecs import check_codec
 from swarm_peer.owner_options import OwnerOptions
 
@@ -447,7 +448,7 @@ class PeerOptions(OwnerOptions, Settings):
     """Which run to join, where the addresses lead to several (the coordinator's key)."""
     data_dir: Annotated[Path | None, RUN] = None
     """Folder that the run may read local data files from; none if not given."""
-    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0",)
+    host_maddrs: Annotated[Addresses, NETWORK] = EVERYWHERE
     """Addresses to listen on, as IP:PORT or multiaddresses; without a port, the first free one from 31338 on."""
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
     """Addresses that other peers dial, as HOST, HOST:PORT or multiaddresses, if they differ (port forwarding)."""

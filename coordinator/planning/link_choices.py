@@ -9,7 +9,7 @@ from coordinator.planning.stage_work import stage_works
 from swarm_peer.config import AveragingMode, RunManifest
 from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Plan
-from swarm_peer.policy.planning.resources import StepSettings
+from swarm_peer.runtime.host.expected_work import step_settings
 
 # Codecs for slow links, of activations and of gradients, beside the manifest's own.
 WIRES: tuple[tuple[str, str], ...] = (
@@ -19,19 +19,6 @@ WIRES: tuple[tuple[str, str], ...] = (
     ("int4_hadamard", "int4_hadamard"),
 )
 AVERAGING: tuple[str, ...] = ("blockwise_8bit",)
-
-
-def step_settings(manifest: RunManifest) -> StepSettings:
-    """Give the settings of a manifest that determine the time of a step."""
-    training, averaging = manifest.training, manifest.averaging
-    return StepSettings(
-        global_batch_size=training.global_batch_size,
-        microbatch_size=training.microbatch_size,
-        max_in_flight=manifest.limits.max_in_flight,
-        min_peers=manifest.stages.peers_to_start,
-        steps_per_average=averaging.steps_per_average,
-        averages_ahead=averaging.mode == "delayed",
-    )
 
 
 def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from math import inf, isfinite
 from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
-from coordinator.planning.link_choices import link_choices, step_settings
+from coordinator.planning.link_choices import link_choices
 from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, stage_works, widened_layer_flops
 from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.config import RunManifest
@@ -24,6 +24,7 @@ from swarm_peer.policy.planning.performance_model import Prediction, Predictor
 from swarm_peer.policy.planning.planner import Change, Option, Plan, plan, smallest_fitting
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork
 from swarm_peer.policy.planning.square_cube import Hop
+from swarm_peer.runtime.host.expected_work import step_settings
 
 SECONDS_PER_DAY = 24 * 3600
 # Up to here every number of stages is tried; further ones are this factor apart.

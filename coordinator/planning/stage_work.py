@@ -1,18 +1,13 @@
-"""The work that stages of a run ask of peers with GPUs, links included: model/costs.py's counts and bytes on the wire.
-
-Shapes: B samples of a microbatch, T tokens, D hidden size.
-"""
+"""The work that stages of a run ask of peers with GPUs, if there were so many stages, or the model were wider."""
 
 from __future__ import annotations
 
-from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
-from swarm_peer.model.costs import BACKWARD_PER_FORWARD, FROZEN_BACKWARD_PER_FORWARD, StageCosts, stage_costs
+from swarm_peer.model.costs import BACKWARD_PER_FORWARD, FROZEN_BACKWARD_PER_FORWARD
 from swarm_peer.model.families import family_of
-from swarm_peer.model.partition import StageSpec
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.model.traffic import hop_bytes
 from swarm_peer.policy.planning.resources import StageWork
+from swarm_peer.runtime.host.expected_work import works_of
 
 # Plans are for GPUs, whose memory holds nothing but what trains.
 DEVICE_TYPE = "cuda"
@@ -46,24 +41,7 @@ def stage_works(manifest: RunManifest, num_stages: int) -> tuple[StageWork, ...]
     Raises:
         UserError: see cut_into
     """
-    resolved = cut_into(manifest, num_stages)
-    counted = stage_costs(resolved, DEVICE_TYPE)
-    return tuple(_stage_work(resolved, spec, costs) for spec, costs in zip(resolved.specs, counted, strict=True))
-
-
-def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) -> StageWork:
-    manifest, length, hidden_size = resolved.manifest, resolved.manifest.data.sequence_length, resolved.hidden_size
-    return StageWork(
-        layers=len(spec.layers),
-        parameters=costs.parameters,
-        trained=costs.trained,
-        flops=float(costs.flops * length),
-        activation_bytes=0.0 if spec.is_last else hop_bytes(length, hidden_size, manifest.wire.activations),
-        gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
-        averaging_bytes=find_codec(manifest.averaging.compression).num_bytes(costs.trained),
-        memory=costs.memory,
-        host_bytes=costs.host_bytes,
-    )
+    return works_of(cut_into(manifest, num_stages), DEVICE_TYPE)
 
 
 def widened_layer_flops(manifest: RunManifest, factor: int) -> tuple[int, float]:

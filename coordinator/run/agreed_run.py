@@ -23,6 +23,7 @@ from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.electorate import Electorate
+from swarm_peer.runtime.network.probing import ProbeGiver
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.wire.agreement import Statements
@@ -68,7 +69,8 @@ class AgreedRun:
             taker=taker, giver=giver, statements=agreeing.agreement.statements, threads=around.context.threads
         )
         base = base_giver(around.resolved, around.options.base, around.context.threads, around.options.cache_dir)
-        calls = giver.snapshots.calls | agreeing.agreement.calls | base.calls
+        probes = ProbeGiver(around.context.clock)
+        calls = giver.snapshots.calls | agreeing.agreement.calls | base.calls | probes.calls
         self.dispatcher = CallDispatcher(manifest_hash=around.resolved.hash, calls=calls)
         giver.membership = agreeing.membership
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from swarm_peer.addresses import EVERYWHERE
 from swarm_peer.config import CHECKPOINTS, LOGS, NETWORK, Addresses
 
 # How a run goes on whose weights have diverged.
@@ -31,7 +32,7 @@ class NodeOptions:
         metrics_host: Address that this port listens on; 0.0.0.0 shows the metrics to everybody who reaches the machine.
     """
 
-    host_maddrs: Annotated[Addresses, NETWORK] = ("/ip4/0.0.0.0",)
+    host_maddrs: Annotated[Addresses, NETWORK] = EVERYWHERE
     announce_maddrs: Annotated[Addresses, NETWORK] = ()
     map_port: Annotated[bool, NETWORK] = True
     relay_mbps: Annotated[float, NETWORK, Parameter(validator=Number(gte=0))] = 8.0

@@ -101,7 +101,8 @@ def _usable(peer: PeerView, addresses_of: Callable[[str], Sequence[str]], own: S
     addresses = [address for address in addresses_of(peer.peer_id) if is_address(address)]
     if peer.state is not PeerState.SERVING or not addresses:
         return None
-    best = addresses[0]
+    # Hardly any newcomer lacks IPv4.
+    best = next((each for each in addresses if not each.startswith("/ip6/") and _is_far(each, own)), addresses[0])
     if all(map(is_loopback, own)):  # the whole swarm is on this machine, where nobody has to find out about routers
         return best if is_loopback(best) and peer.is_reachable is not False else None
     return best if peer.is_reachable and _is_far(best, own) else None

@@ -10,8 +10,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from coordinator.watch.promises import Promises
-from swarm_peer.cli import as_lines
 from swarm_peer.errors import SwarmError
+from swarm_peer.logs import as_lines
 
 log = logging.getLogger(__name__)
 

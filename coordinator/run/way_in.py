@@ -11,12 +11,17 @@ from coordinator.run.invites import InviteBook
 from swarm_peer.config import RunManifest
 from swarm_peer.runtime.data.allowed_files import local_data_folder
 from swarm_peer.runtime.network.dht import SwarmDHT
-from swarm_peer.runtime.network.peer_addresses import is_loopback, is_public, ports_of
+from swarm_peer.runtime.network.peer_addresses import host_of, is_loopback, is_public, ports_of
 from swarm_peer.wire.identity import Identity
 
 NOT_PUBLIC = (
     "This machine has no public address of its own, so this line works in its own network alone. For others, begin "
     "again with --announce-maddrs HOST: the address of the cloud or router that hands TCP port {port} on to it.\n"
+)
+IP6_ALONE = (
+    "This machine has a public address of IPv6 alone, so this line works on machines that have IPv6, as far as router "
+    "and firewall let TCP port {port} through. For others, begin again with --announce-maddrs HOST '[{host}]', where "
+    "HOST is the IPv4 address of the cloud or router that hands TCP port {port} on to it.\n"
 )
 
 
@@ -84,8 +89,12 @@ class WayIn:
             self._printed = told
             while_ = ", as long as the coordinator or one of the peers named lives" if peers else ""
             self._say(f"{news}Peers join with{while_}:\n\n  {self.line}\n")
-        if moved and not self._is_announced and not any(is_public(address) or is_loopback(address) for address in own):
-            self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
+        if moved and not self._is_announced and not all(map(is_loopback, own)):
+            public = [address for address in own if is_public(address)]
+            if not public:
+                self._say(NOT_PUBLIC.format(port=ports_of(own)[0]))
+            elif all(address.startswith("/ip6/") for address in public):
+                self._say(IP6_ALONE.format(port=ports_of(own)[0], host=host_of(public[0])))
         write_addresses(self._output / COORDINATOR, own)
         if self._address_file is not None:
             write_addresses(self._address_file, invites, is_secret=self._is_private)

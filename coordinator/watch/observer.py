@@ -20,6 +20,7 @@ from coordinator.run.invites import coordinator_invite
 from coordinator.watch.ending import ENDED_BY_OPERATOR, see_off
 from coordinator.watch.metrics_file import MetricsLine
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.addresses import EVERYWHERE
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.policy.view import SwarmView
@@ -104,8 +105,8 @@ async def observer_node(entrance: Entrance) -> AsyncIterator[SwarmDHT]:
 
 def _open_anywhere(identity_path: Path, entrance: Entrance) -> AbstractAsyncContextManager[SwarmDHT]:
     # In a swarm on loopback alone, peers are dialled there; see is_dialable.
-    host_maddr = f"/ip4/{'127.0.0.1' if all(map(is_loopback, entrance.addresses)) else '0.0.0.0'}/tcp/0"
-    return open_node(identity_path, entrance, (host_maddr,))
+    hosts = ("/ip4/127.0.0.1",) if all(map(is_loopback, entrance.addresses)) else EVERYWHERE
+    return open_node(identity_path, entrance, [f"{host}/tcp/0" for host in hosts])
 
 
 def observer_directory(

@@ -31,6 +31,7 @@ from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.electorate import Electorate
 from swarm_peer.runtime.network.members import RunMembers
 from swarm_peer.runtime.network.peer_addresses import metrics_address
+from swarm_peer.runtime.network.probing import ProbeGiver
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.owner import Owner, PeerCondition
 from swarm_peer.runtime.replica import PLACE_S, Replica
@@ -101,7 +102,8 @@ class Peer:
         )
         dht.dial_by(self._directory.addresses_of, self._directory.can_be_dialled)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
-        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash)
+        probes = refusing(ProbeGiver(context.clock).calls, self._lifecycle)
+        self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes)
         self._mover: Mover | None = None
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._opens = UNDECIDED  # the stage of the replica that is being made, or will be after a pause

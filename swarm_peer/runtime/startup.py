@@ -17,6 +17,8 @@ from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_begins
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.traffic import stage_traffic
+from swarm_peer.policy.diagnosis.finding import Level
+from swarm_peer.policy.diagnosis.machine_findings import judge_machine
 from swarm_peer.policy.owner import Hours, OwnerPolicy
 from swarm_peer.policy.placement.rebalancing import choose_stage
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView
@@ -27,6 +29,7 @@ from swarm_peer.runtime.host.connections import count_connections
 from swarm_peer.runtime.host.device_errors import is_lost, is_out_of_memory
 from swarm_peer.runtime.host.identities import KeptFile, free_identity, state_folder
 from swarm_peer.runtime.host.machine import FolderStorage, SystemClock, SystemRandom, SystemThreads
+from swarm_peer.runtime.host.machine_facts import look_at_machine
 from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics, show_disk
 from swarm_peer.runtime.host.other_use import sights_of
 from swarm_peer.runtime.host.ports import FIRST_PORT_OF_PEERS
@@ -80,6 +83,7 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
     if options.threads is not None:
         set_threads(options.threads)
     entrance = read_entrance(options.initial_peers)
+    _tell_what_is_not_right(options)
     with (
         claimed_device(options.device, state_folder()) as device,
         scratch_folder() as folder,
@@ -100,6 +104,13 @@ def run_peer(options: PeerOptions, counted: CountedHook | None = None) -> None:
                 "the device ran out of memory, and this peer cannot go on: end what else uses the device, or start the "
                 f"peer again with a lower --max-memory or for a smaller stage ({first_line(error)})"
             ) from error
+
+
+def _tell_what_is_not_right(options: PeerOptions) -> None:
+    """Log a line for each thing of this machine that keeps the peer from its work, or may do so later."""
+    for finding in judge_machine(look_at_machine(options.device, options.cache_dir)):
+        if finding.level is not Level.OK:
+            log.warning("not_right check=%s reason=%s", finding.check.replace(" ", "_"), finding.text)
 
 
 async def _run(

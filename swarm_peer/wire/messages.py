@@ -19,6 +19,8 @@ MAX_BASE_FILES = 64
 MAX_CHUNKS = 1 << 15
 # The longest reply with logits: every peer takes frames of this length.
 MAX_LOGITS_BYTES = STATE_CHUNK_BYTES
+# The most that is sent to measure a link, in one direction.
+MAX_PROBE_BYTES = 4 * 2**20
 
 
 class Body(BaseModel):
@@ -246,3 +248,23 @@ class BaseChunkCall(Call):
     op: Literal["base_chunk"] = "base_chunk"
     entry: int = Field(ge=0, lt=MAX_STATE_TENSORS + MAX_BASE_FILES)
     chunk: int = Field(ge=0, lt=MAX_CHUNKS)
+
+
+class ProbeCall(Call):
+    """Asks for the callee's time, and for bytes that mean nothing: how long they take tells how fast the link is.
+
+    Tensors of the call: none, or bytes that mean nothing; of the reply: `num_bytes` of these, if any.
+    """
+
+    op: Literal["probe"] = "probe"
+    num_bytes: int = Field(0, ge=0, le=MAX_PROBE_BYTES)
+
+
+class ProbeReply(Body):
+    """The callee's clock.
+
+    Attributes:
+        unix_s: seconds since 1970, as far as it knows
+    """
+
+    unix_s: float = Field(ge=0, lt=2**40, allow_inf_nan=False)

@@ -91,6 +91,14 @@ class Internet:
         ip("-n", PREFIX + name, "link", "set", "out", "up")
         return self.ips[name]
 
+    def give_ip6(self, name: str, *, alone: bool = False) -> str:
+        """Give a public machine an address of IPv6, too, or instead of its other one; returns that."""
+        number = self.ips[name].rpartition(".")[2]
+        ip("-n", PREFIX + name, "address", "add", f"2a00:db8::{number}/64", "dev", "out", "nodad")
+        if alone:
+            ip("-n", PREFIX + name, "address", "delete", f"{self.ips.pop(name)}/24", "dev", "out")
+        return f"2a00:db8::{number}"
+
     def add_home(self, name: str, kind: str) -> str:
         """A machine behind a router of its own; returns the router's public address."""
         router = f"router-{name}"

@@ -19,6 +19,7 @@ from cyclopts import Parameter
 
 import coordinator.cli
 import swarm_peer.cli
+import swarm_peer.logs
 from coordinator.commands.shared_options import Count
 from coordinator.config_files import PEERS, RUNS, find_file
 from coordinator.planning.peers_file import load_peers
@@ -60,7 +61,7 @@ def run(monkeypatch, capsys):
 
 
 def test_what_each_look_finds_again_is_complained_of_once_a_minute():
-    filter_ = swarm_peer.cli.RepeatFilter()
+    filter_ = swarm_peer.logs.RepeatFilter()
 
     def passes(message, at_s):
         record = logging.LogRecord("dht", logging.WARNING, "", 0, message, (), None)
@@ -94,7 +95,7 @@ def stderr(monkeypatch):
     for name in ("HIVEMIND_LOGLEVEL", "TOKENIZERS_PARALLELISM", "USE_LEGACY_BFLOAT16", *BARS):
         monkeypatch.setenv(name, "")
     level = logging.root.level
-    swarm_peer.cli.configure_logging("info")
+    swarm_peer.logs.configure_logging("info")
     yield stderr
     logging.root.setLevel(level)
 
@@ -123,7 +124,7 @@ def test_a_librarys_errors_are_lines_of_our_log_once_each(stderr, is_imported_fi
 
     if is_imported_first:
         import_it()
-    swarm_peer.cli.LibraryLogger.adopt(name)
+    swarm_peer.logs.LibraryLogger.adopt(name)
     if not is_imported_first:
         import_it()
     logging.getLogger(f"{name}.part").warning("a warning")
@@ -135,7 +136,7 @@ def test_a_librarys_errors_are_lines_of_our_log_once_each(stderr, is_imported_fi
 
 def test_the_libraries_that_log_beside_us_are_adopted(stderr):
     for name in ("datasets", "transformers", "huggingface_hub", "matplotlib", "torch"):
-        assert isinstance(logging.getLogger(name), swarm_peer.cli.LibraryLogger), name
+        assert isinstance(logging.getLogger(name), swarm_peer.logs.LibraryLogger), name
 
 
 def test_a_warning_of_python_is_a_line_of_our_log_once(stderr):
@@ -153,7 +154,7 @@ def test_bars_are_drawn_on_terminals_alone(is_terminal, stderr, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setattr(sys, "stderr", stderr)  # pytest's is there again, once the fixtures are
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal, raising=False)
-    swarm_peer.cli.configure_logging("info")
+    swarm_peer.logs.configure_logging("info")
     assert [os.environ.get(name) for name in BARS] == [None if is_terminal else "1"] * 3
 
 

@@ -84,6 +84,13 @@ def test_an_address_that_newcomers_may_be_sent_to(tmp_path, address, own, is_nam
     assert look(LastingPeers(tmp_path), [address], own=own) == ([address] if is_named else [])
 
 
+def test_of_two_families_an_invite_names_the_one_that_newcomers_have(tmp_path):
+    six, four = at("ip6/2600::1", 0), at("ip4/8.8.8.8", 0)
+    lasting = LastingPeers(tmp_path)
+    lasting.look([peer(0)], lambda peer_id: (six, at("ip4/10.0.0.7", 0), four), own=OWN, now_s=0.0)
+    assert lasting.addresses == (four,)
+
+
 @pytest.mark.parametrize(
     ("state", "is_reachable", "own", "is_named"),
     [
@@ -176,6 +183,10 @@ def test_page_and_files_follow_each_change_and_the_terminal_few(tmp_path, admiss
     assert said[-2].startswith("The coordinator has other addresses now. Peers join with")
     assert "This machine has no public address" in said[-1]
     assert (tmp_path / "coordinator").read_text().split() == PRIVATE_OWN
+    way_in._dht = SimpleNamespace(addresses=[at("ip6/2600::9", 0), *PRIVATE_OWN])
+    way_in.tell(public(1, 3, 4))
+    assert "public address of IPv6 alone" in said[-1]
+    assert "--announce-maddrs HOST '[2600::9]'" in said[-1]
 
 
 def test_a_line_whose_invite_was_revoked_is_told_anew(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import swarm_peer.cli
+import swarm_peer.logs
 from coordinator.run import log_file, serve
 from coordinator.run.coordinator_options import NodeOptions
 from coordinator.run.log_file import logged_to
@@ -28,7 +28,7 @@ def stderr(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(logging.root, "handlers", [])
     level = logging.root.level
-    swarm_peer.cli.configure_logging("warning")
+    swarm_peer.logs.configure_logging("warning")
     yield stderr
     logging.root.setLevel(level)
 

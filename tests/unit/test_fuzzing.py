@@ -54,6 +54,8 @@ from swarm_peer.wire.messages import (
     GiveCall,
     MicrobatchCall,
     MicrobatchReply,
+    ProbeCall,
+    ProbeReply,
     StateChunkCall,
     StateEntry,
     StateIndex,
@@ -123,6 +125,8 @@ BODIES: tuple[Body, ...] = (
     BaseIndexCall(manifest=HASH),
     BASE,
     BaseChunkCall(manifest=HASH, entry=0, chunk=0),
+    ProbeCall(manifest=HASH, num_bytes=8),
+    ProbeReply(unix_s=1.5),
 )
 ALL_RECORDS: tuple[Record, ...] = (
     *RECORDS,

@@ -109,7 +109,7 @@ def test_the_model_does_not_know_peers(path):
 # The rooms of the runtime, from the lowest: each may import those before it.
 ROOMS = [
     *("condition", "host", "context", "network", "stage", "state", "data", "base", "step"),
-    *("owner", "lifecycle", "assembly", "replica", "mover", "peer", "startup"),
+    *("owner", "lifecycle", "assembly", "replica", "mover", "peer", "startup", "doctor"),
 ]
 
 
@@ -133,6 +133,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.errors",
         "swarm_peer.files",
         "swarm_peer.initial_peers",
+        "swarm_peer.logs",
         "swarm_peer.policy",
         "swarm_peer.protocol",
         "swarm_peer.token_marks",

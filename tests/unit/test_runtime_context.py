@@ -12,7 +12,7 @@ from swarm_peer.runtime.host.machine import FolderStorage, SystemRandom, SystemT
 
 RUNTIME = Path(__file__).parents[2] / "swarm_peer" / "runtime"
 # The machine's own side: these make what a context holds, run before there is one, or keep files for all runs.
-EDGES = ("host/", "startup.py", "base/base_cache.py")
+EDGES = ("host/", "startup.py", "doctor.py", "base/base_cache.py")
 # Where else the machine is touched, and why.
 EXCEPTIONS = {
     "base/base_index.py": {"read_bytes"},  # published weights, like the tokenizers below

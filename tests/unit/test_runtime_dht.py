@@ -132,6 +132,39 @@ async def test_initial_peers_are_those_where_somebody_listens():
         greeted.result()
 
 
+async def test_a_name_of_both_families_is_tried_at_both(monkeypatch):
+    """The first one is silent, as where a router lets nothing through."""
+
+    async def greet(stream):
+        async with stream:
+            await stream.send(GREETING)
+
+    async def find(name, port, **_):
+        families = ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1"))
+        return [(family, socket.SOCK_STREAM, 6, "", (host, port)) for family, host in families]
+
+    with socket.socket(socket.AF_INET6) as silent:
+        silent.bind(("::1", 0))
+        silent.listen(0)
+        port = silent.getsockname()[1]
+        # Nobody accepts its connections, and as soon as its queue is full, none is made.
+        waiting = [socket.socket(socket.AF_INET6) for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("::1", port))
+        async with (
+            await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=port) as listener,
+            anyio.create_task_group() as tasks,
+        ):
+            monkeypatch.setattr("anyio._core._sockets.getaddrinfo", find)
+            tasks.start_soon(listener.serve, greet)
+            address = f"/dns/both.example.org/tcp/{port}/p2p/{ME.peer_id}"
+            assert await listening([address]) == [address]
+            tasks.cancel_scope.cancel()
+        for each in waiting:
+            each.close()
+
+
 @pytest.mark.parametrize("host", ["ip4/1.2.3.4", "ip6/::1", "dns4/peer-1.example.org", "dns/a"])
 def test_addresses_of_a_peer(host):
     assert is_tcp_address(f"/{host}/tcp/31337/p2p/{ME.peer_id}", ME.peer_id)

@@ -1,5 +1,6 @@
 """What a node concludes from what others see of it, and which ports of a machine are chosen."""
 
+import errno
 import socket
 import sys
 from subprocess import PIPE, Popen
@@ -12,10 +13,12 @@ from hivemind.p2p import PeerID
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_peer.addresses import EVERYWHERE
 from swarm_peer.errors import InvalidMessage, UserError
 from swarm_peer.runtime.host import ports
-from swarm_peer.runtime.host.ports import with_port
+from swarm_peer.runtime.host.ports import usable, with_ports
 from swarm_peer.runtime.network import reachability
+from swarm_peer.runtime.network.peer_addresses import best_first
 from swarm_peer.runtime.network.reachability import Reachability, Sight, Ways, parse_sight, ways_to
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.packing import unpack
@@ -194,13 +197,13 @@ def first():
 
 
 def chosen(first):
-    return with_port("/ip4/127.0.0.1", first)
+    return with_ports(["/ip4/127.0.0.1"], first)
 
 
 WAITING = """
 import sys
-from swarm_peer.runtime.host.ports import with_port
-with with_port("/ip4/127.0.0.1", int(sys.argv[1])) as address:
+from swarm_peer.runtime.host.ports import with_ports
+with with_ports(["/ip4/127.0.0.1"], int(sys.argv[1])) as (address,):
     print(address, flush=True)
     sys.stdin.read()
 """
@@ -210,10 +213,10 @@ def test_each_process_gets_a_port_of_its_own_and_the_same_one_again(first):
     command = [sys.executable, "-c", WAITING, str(first)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdout.readline().strip() == f"/ip4/127.0.0.1/tcp/{first}"
-        with chosen(first) as address:
+        with chosen(first) as (address,):
             assert not address.endswith(f"/{first}")
         other.stdin.close()
-    with chosen(first) as address:
+    with chosen(first) as (address,):
         assert address.endswith(f"/{first}")
 
 
@@ -221,10 +224,52 @@ def test_a_port_that_is_taken_is_passed_over_unless_it_is_named(first, monkeypat
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))
         taken.listen()
-        with pytest.raises(UserError, match="cannot listen on"), with_port(f"/ip4/127.0.0.1/tcp/{first}", 1):
+        with pytest.raises(UserError, match="cannot listen on"), with_ports([f"/ip4/127.0.0.1/tcp/{first}"], 1):
             pass
-        with chosen(first) as address:
+        with chosen(first) as (address,):
             assert not address.endswith(f"/{first}")
         monkeypatch.setattr(ports, "MAX_PORTS", 1)
         with pytest.raises(UserError, match="no port from"), chosen(first):
             pass
+
+
+def test_addresses_of_both_families_get_one_port(first):
+    both = ["/ip4/127.0.0.1", "/ip6/::1"]
+    with with_ports(both, first) as addresses:
+        (port,) = {address.rpartition("/")[2] for address in addresses}
+        assert addresses == [f"{address}/tcp/{port}" for address in both]
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        taken.bind(("::1", first))
+        taken.listen()
+        with with_ports(both, first) as addresses:
+            assert not any(address.endswith(f"/{first}") for address in addresses), "it is taken at one of them"
+        with with_ports(["/ip4/127.0.0.1"], first) as addresses:
+            assert addresses == [f"/ip4/127.0.0.1/tcp/{first}"]
+        with pytest.raises(UserError, match="cannot listen on /ip6/::1"), with_ports([f"/ip6/::1/tcp/{first}"], 1):
+            pass
+    with with_ports(["/ip4/127.0.0.1", f"/ip6/::1/tcp/{first}"], first + 1) as addresses:
+        assert addresses[1] == f"/ip6/::1/tcp/{first}"
+
+
+def test_a_system_without_ip6_listens_as_if_there_were_none(monkeypatch):
+    assert usable(EVERYWHERE) == list(EVERYWHERE)
+    make = socket.socket
+
+    def refuse(family=socket.AF_INET, *args):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return make(family, *args)
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert usable(EVERYWHERE) == ["/ip4/0.0.0.0"]
+    assert usable(["/ip4/0.0.0.0/tcp/5", "/ip6/::/tcp/5"]) == ["/ip4/0.0.0.0/tcp/5"]
+    # One that somebody has named alone fails by name.
+    assert usable(["/ip6/::"]) == ["/ip6/::"]
+    assert usable(["/ip4/0.0.0.0", "/ip6/::1"]) == ["/ip4/0.0.0.0", "/ip6/::1"]
+
+
+def test_an_announcement_names_addresses_of_each_kind_first():
+    many = [f"/ip6/2a00::{number}/tcp/7" for number in range(1, 6)]
+    assert best_first([HOME, *many, "/ip6/fd00::1/tcp/7"]) == [many[0], HOME, "/ip6/fd00::1/tcp/7", *many[1:]]
+    assert best_first([LOOPBACK, HOME, CLOUD]) == [CLOUD, LOOPBACK, HOME]

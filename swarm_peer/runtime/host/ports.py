@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from swarm_peer.errors import UserError
@@ -21,28 +21,47 @@ class PortTaken(UserError):
     """Another program listens on the port that this one should listen on."""
 
 
-@contextmanager
-def with_port(address: str, first: int) -> Iterator[str]:
-    """A multiaddress to listen on, with its port; one that names no port gets the first free one from `first` on.
+def usable(addresses: Sequence[str]) -> list[str]:
+    """Multiaddresses to listen on, without that of all of IPv6 where the system has none and others are named."""
+    others = [address for address in addresses if not f"{address}/".startswith("/ip6/::/")]
+    return list(addresses) if not others or has_ip6() else others
 
-    While the context is open, no other process chooses that port: two daemons of libp2p that begin at the same moment
-    would both listen on it, and report nothing.
+
+def has_ip6() -> bool:
+    """Whether this system knows IPv6. It may have no address of it but that of loopback, or none."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def with_ports(addresses: Sequence[str], first: int) -> Iterator[list[str]]:
+    """Multiaddresses to listen on, with their ports; those that name none get the first one from `first` on.
+
+    That is one that is free at all of them, so that a router or a firewall is told of one port. While the context is
+    open, no other process chooses it: two daemons of libp2p that begin at the same moment would both listen on it, and
+    report nothing.
 
     Raises:
-        PortTaken: the port is taken
+        PortTaken: a port that is named is taken
         UserError: all are
     """
-    if "/tcp/" in address:
-        _check_is_free(address)
-        yield address
+    for address in addresses:
+        if "/tcp/" in address:
+            _check_is_free(address)
+    if all("/tcp/" in address for address in addresses):
+        yield list(addresses)
         return
     for port in range(first, first + MAX_PORTS):
         if (lock := _locked(port)) is None:
             continue
         with lock:
-            with_its_port = f"{address}/tcp/{port}"
-            if _is_free(with_its_port):
-                yield with_its_port
+            chosen = [address if "/tcp/" in address else f"{address}/tcp/{port}" for address in addresses]
+            if all(_is_free(new) for new, old in zip(chosen, addresses, strict=True) if new != old):
+                yield chosen
                 return
     raise UserError(f"no port from {first} to {first + MAX_PORTS - 1} is free: name one in --host-maddrs")
 
@@ -80,6 +99,8 @@ def _check_is_free(address: str) -> None:
                 with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET, kind) as probe:
                     if kind is socket.SOCK_STREAM:
                         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    if family == "ip6":  # as libp2p listens: the same port of IPv4 is another one
+                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                     try:
                         probe.bind((host, int(port)))
                     except OSError as error:

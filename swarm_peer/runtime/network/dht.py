@@ -23,7 +23,7 @@ from swarm_peer.policy.leadership import Term
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.machine import SystemClock
 from swarm_peer.runtime.host.metrics import PeerMetrics
-from swarm_peer.runtime.host.ports import FIRST_PORT, with_port
+from swarm_peer.runtime.host.ports import FIRST_PORT, usable, with_ports
 from swarm_peer.runtime.network.guarded_p2p import (
     GuardedP2P,
     PassBearer,
@@ -133,12 +133,12 @@ class SwarmDHT:
         Raises:
             UserError: an address is malformed, no initial peer answers, or a port is taken
         """
-        host_maddrs = list(map(own_address, host_maddrs))
+        host_maddrs = usable(list(map(own_address, host_maddrs)))
         initial_peers = await _checked(initial_peers, (*host_maddrs, *map(announced_address, announce_maddrs)))
         clock = SystemClock()
         validator = SignedRecordValidator(clock, PassChecker.for_holder(invite, identity, clock))
         async with AsyncExitStack() as opened:
-            host_maddrs = [opened.enter_context(with_port(address, first_port)) for address in host_maddrs]
+            host_maddrs = opened.enter_context(with_ports(host_maddrs, first_port))
             announce_maddrs = announced_addresses(announce_maddrs, ports_of(host_maddrs))
             try:
                 p2p = await _start_daemon(host_maddrs, announce_maddrs, identity_path, map_port, validator.passes)
@@ -169,6 +169,11 @@ class SwarmDHT:
     def addresses(self) -> list[str]:
         """The multiaddresses, with this node's id, at which others may reach it; the best one first."""
         return [f"{address}/p2p/{self.identity.peer_id}" for address in self._ways().addresses]
+
+    @property
+    def ways(self) -> Ways:
+        """How others reach this node, as far as it knows."""
+        return self._ways()
 
     @property
     def num_answers(self) -> int:

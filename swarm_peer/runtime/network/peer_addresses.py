@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from ipaddress import IPv6Address, ip_address
 
 import anyio
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 # If there are several initial peers, those that do not accept a connection in this time are not dialled.
 CONNECT_TIMEOUT_S = 3.0
@@ -41,10 +41,11 @@ async def _accepts(address: str) -> bool:
         case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, "p2p", _]:
             try:
                 with anyio.fail_after(CONNECT_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(host, int(port))
-                    with closing(writer):
-                        return await reader.readexactly(len(GREETING)) == GREETING
-            except (OSError, EOFError, UnicodeError):  # nothing listens there, or the host is no valid name
+                    # Of a host with addresses of both families it tries the next one soon if the first is silent.
+                    async with await anyio.connect_tcp(host, int(port)) as stream:
+                        return await BufferedByteReceiveStream(stream).receive_exactly(len(GREETING)) == GREETING
+            # Nothing listens there, what listens breaks off, or the host is no valid name.
+            except (OSError, anyio.BrokenResourceError, anyio.IncompleteRead, UnicodeError):
                 return False
     return True
 
@@ -87,6 +88,20 @@ def is_public(address: str) -> bool:
         return ip_address(host_of(address)).is_global
     except ValueError:
         return True
+
+
+def best_first(addresses: Sequence[str]) -> list[str]:
+    """A machine's own multiaddresses: public ones first, and those that others of the same kind stand before, last.
+
+    An interface may have many addresses of IPv6, and announcements name few: they should not be of one kind.
+    """
+    num_before = Counter[tuple[str, bool]]()
+    ranked = []
+    for address in addresses:
+        kind = address.split("/")[1], is_public(address)
+        ranked.append((num_before[kind], not kind[1], address))
+        num_before[kind] += 1
+    return [address for _, _, address in sorted(ranked, key=lambda each: each[:2])]
 
 
 def is_loopback(address: str) -> bool:

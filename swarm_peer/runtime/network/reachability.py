@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 import anyio
@@ -22,7 +22,15 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from swarm_peer.errors import CallError, InvalidMessage
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P
-from swarm_peer.runtime.network.peer_addresses import CONNECT_TIMEOUT_S, is_loopback, is_public, listening, ports_of
+from swarm_peer.runtime.network.peer_addresses import (
+    CONNECT_TIMEOUT_S,
+    best_first,
+    host_of,
+    is_loopback,
+    is_public,
+    listening,
+    ports_of,
+)
 from swarm_peer.runtime.network.short_messages import receive, send, taken
 
 log = logging.getLogger(__name__)
@@ -66,11 +74,15 @@ class Ways:
         addresses: the multiaddresses that may work, best first, without the node's id
         is_reachable: whether those who are furthest away can dial it, by IPv4 if it has that; None if nobody has told
         closed: hosts and ports that do not answer those who are furthest away, if it is not reachable
+        own_hosts: the IP addresses of the node's interfaces
+        seen_hosts: the IP address that each peer sees
     """
 
     addresses: tuple[str, ...]
     is_reachable: bool | None = None
     closed: tuple[str, ...] = ()
+    own_hosts: tuple[str, ...] = field(default=(), compare=False)
+    seen_hosts: tuple[str, ...] = field(default=(), compare=False)
 
 
 def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight]) -> Ways:
@@ -107,8 +119,14 @@ def ways_to(own: Sequence[str], announced: Sequence[str], sights: Sequence[Sight
         if host not in open_hosts
     ]
     elsewhere = [address for address in own if not is_loopback(address)]
-    addresses = announced or dict.fromkeys([*seen, *sorted(elsewhere or own, key=is_public, reverse=True)])
-    return Ways(tuple(addresses), is_reachable if hosts else None, () if is_reachable else tuple(closed))
+    addresses = announced or dict.fromkeys([*seen, *best_first(elsewhere or own)])
+    return Ways(
+        tuple(addresses),
+        is_reachable if hosts else None,
+        () if is_reachable else tuple(closed),
+        own_hosts=tuple(dict.fromkeys(map(host_of, own))),
+        seen_hosts=tuple(host_of(sight.host) for sight in sights),
+    )
 
 
 class Reachability:
