@@ -41,7 +41,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     @asynccontextmanager
     async def open_node(identity_path: Path, entrance: Entrance, host_maddrs: Sequence[str]) -> AsyncIterator[Any]:
-        yield SimpleNamespace(identity=Identity.load_or_create(identity_path), dial_by=lambda _: None)
+        yield SimpleNamespace(identity=Identity.load_or_create(identity_path), dial_by=lambda *_: None)
 
     async def find_manifest(*_: object) -> tuple[str, RunManifest]:
         return "a run", SimpleNamespace(hash="hash", limits=None)  # type: ignore[return-value]

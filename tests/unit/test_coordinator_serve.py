@@ -174,7 +174,7 @@ async def test_no_run_begins_anew_with_the_checkpoints_of_another(
         served.append(1)
 
     @asynccontextmanager
-    async def open_node(*_: Any) -> AsyncIterator[Dht]:
+    async def open_node(*_: Any, **__: Any) -> AsyncIterator[Dht]:
         # Newcomers that wait for a checkpoint are peers of the run as well.
         yield Dht(*[PeerState.JOINING] * is_under_way)
 
