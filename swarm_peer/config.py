@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Group, Parameter
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, ByteSize, Field, field_validator, model_validator
 
 from swarm_peer.codecs import check_codec
+from swarm_peer.settings import Section, Settings
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
@@ -33,6 +25,8 @@ AveragingMode = Literal["synchronous", "delayed", "periodic"]
 MAX_STEPS = 2**30
 # Libraries take no larger numbers of samples, tries and so on, and nobody means one.
 Count = Annotated[int, Field(le=2**31 - 1)]
+# Of Muon, where a configuration names none (https://kellerjordan.github.io/posts/muon/).
+MUON_MOMENTUM = 0.95
 # The part of its former value that a mean keeps.
 Share = Annotated[float, Field(ge=0, lt=1)]
 # The largest machines have fewer cores. With many more, OpenMP ends the process.
@@ -58,27 +52,6 @@ Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative=""
 def looks_like_a_path(name: str) -> bool:
     """Whether a name is a folder's rather than a repository's on the hub. The same on all machines: no disk is read."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-class Settings(BaseModel):
-    """Base of all settings: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class Section(Settings):
-    """Base of all sections of files, in which a number, a text and a truth are told apart."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse text where a number belongs, and the like: pydantic reads "1e-3" as a number, and true as 1."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = {annotation, *get_args(annotation)}
-        if isinstance(value, (str, bool)) and type(value) not in kinds and kinds & {int, float, bool}:
-            expected = "true or false" if bool in kinds else "a number, with a point and without quotes"
-            raise ValueError(f"expected {expected}, not {value!r:.80}")
-        return value
 
 
 class AdapterSection(Section):
@@ -195,7 +168,7 @@ class DataSection(Section):
     -100 where nothing is learnt)"""
     text_field: str = "text"
     """name of the field that holds the text"""
-    fields: dict[str, Name] = {}
+    fields: dict[str, Name] = Field(default_factory=dict)
     """the records' own names for fields of the format, such as {messages: dialogue}"""
     loss_on: LossOn | None = None
     """the tokens that are learnt: all; the assistant's; or the completion's, which is its last turn or the answer to a
@@ -282,14 +255,32 @@ class TrainingSection(Section):
 class OptimizerSection(Section):
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "sgd", "adamw_8bit"] = "adamw"
+    name: Literal["adamw", "sgd", "adamw_8bit", "muon"] = "adamw"
+    """muon: Muon for the matrices of layers, and AdamW for embeddings, head and vectors"""
     learning_rate: float = Field(gt=0)
+    matrix_learning_rate: float | None = Field(None, gt=0)
+    """for muon: learning rate of the matrices of layers; learning_rate if not given, since updates are scaled so that
+    AdamW's rate carries over"""
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     momentum: Share = 0.0
-    """for sgd"""
+    """for sgd; for muon (Nesterov's), where it is 0.95 if not given"""
     weight_decay: float = Field(0.0, ge=0)
     """decay of matrices; vectors (biases, norms) are not decayed"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_momentum(cls, data: Any) -> Any:
+        return {"momentum": MUON_MOMENTUM} | data if isinstance(data, dict) and data.get("name") == "muon" else data
+
+    @model_validator(mode="after")
+    def _has_matrices(self) -> OptimizerSection:
+        if self.name != "muon" and self.matrix_learning_rate is not None:
+            raise ValueError(
+                f"matrix_learning_rate={self.matrix_learning_rate:g} is for muon, and name is {self.name!r}: leave one "
+                f"out"
+            )
+        return self
 
 
 class ScheduleSection(Section):
@@ -403,6 +394,15 @@ class RunManifest(Section):
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than "
                 f"training.steps={self.training.steps}: set it to {self.training.steps} at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_fits(self) -> RunManifest:
+        if self.optimizer.name == "muon" and self.model.adapter is not None:
+            raise ValueError(
+                "optimizer.name=muon is for matrices that are trained whole, and model.adapter trains pairs of thin "
+                "ones: set optimizer.name to adamw"
             )
         return self
 

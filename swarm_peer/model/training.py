@@ -36,6 +36,7 @@ from swarm_peer.model.optimizer import (
     make_optimizer,
     optimizer_state,
     optimizer_state_template,
+    set_learning_rate,
 )
 from swarm_peer.model.parameters import trained_parameters
 from swarm_peer.model.partition import StageSpec
@@ -107,7 +108,7 @@ class StageTrainer:
         # Adapters are small, and begun anew on another device than at first, DoRA's would differ in their last bits.
         adapts = manifest.model.adapter is not None
         self._initial = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if adapts}
-        self.optimizer = make_optimizer(manifest.optimizer, self.trained)
+        self.optimizer = make_optimizer(manifest.optimizer, self.trained, self.module.layers)
         self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
         own_scale = FP16_SCALE if manifest.model.precision == "fp16" else 1.0
@@ -312,8 +313,7 @@ class StageTrainer:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._clipper.clip(parameters, norm, is_trial=is_trial)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.weights_version += 1
@@ -407,7 +407,7 @@ class StageTrainer:
         initial = self._initial or trained_parameters(self._make_module())
         for name, parameter in self.trained.items():
             parameter.copy_(initial[name])
-        self.optimizer = make_optimizer(self.manifest.optimizer, self.trained)
+        self.optimizer = make_optimizer(self.manifest.optimizer, self.trained, self.module.layers)
         self.strategy = strategy_of(self.manifest.averaging)(self)
         self._enter(0)
 

@@ -140,7 +140,11 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
             "schedule.warmup_steps=1000000",
             "schedule.warmup_steps=1000000 is more than training.steps=300: set it to 300 at most",
         ),
-        ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd' or 'adamw_8bit' (got 'adam')"),
+        ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd', 'adamw_8bit' or 'muon' (got 'adam')"),
+        (
+            "optimizer.matrix_learning_rate=0.02",
+            "optimizer: matrix_learning_rate=0.02 is for muon, and name is 'adamw': leave one out",
+        ),
         ("optimizer.lr=0.1", "optimizer.lr: unknown key: remove it or correct its spelling"),
         ("training.step=5", "training.step: unknown key: remove it or correct its spelling (steps?)"),
         ("optimiser.name=sgd", "optimiser: unknown key: remove it or correct its spelling (optimizer?)"),

@@ -135,6 +135,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.initial_peers",
         "swarm_peer.policy",
         "swarm_peer.protocol",
+        "swarm_peer.settings",
         "swarm_peer.token_marks",
         "swarm_peer.wire",
     ),
