@@ -42,7 +42,7 @@ class Training(NamedTuple):
     steps: int
 
     def manifest(self, settings: Sequence[str]) -> RunManifest:
-        """What it trains.
+        """The manifest of the training.
 
         Raises:
             UserError: the settings do not fit it

@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 from pydantic import AfterValidator, ByteSize, Field, field_validator, model_validator
 
 from swarm_peer.codecs import check_codec
-from swarm_peer.settings import Section, Settings
+from swarm_peer.settings import PEER_NAME, RUN_NAME, Count, Name, Section, Settings, Share
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
@@ -23,12 +23,8 @@ BasePrecision = Literal["fp32", "bf16", "int8", "nf4"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
 MAX_STEPS = 2**30
-# Libraries take no larger numbers of samples, tries and so on, and nobody means one.
-Count = Annotated[int, Field(le=2**31 - 1)]
 # Of Muon, where a configuration names none (https://kellerjordan.github.io/posts/muon/).
 MUON_MOMENTUM = 0.95
-# The part of its former value that a mean keeps.
-Share = Annotated[float, Field(ge=0, lt=1)]
 # The largest machines have fewer cores. With many more, OpenMP ends the process.
 MAX_COMPUTE_THREADS = 4096
 # Kinds of files of a data set.
@@ -36,10 +32,6 @@ FileKind = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
 # Kinds of records of a data set, and the tokens of these that may be learnt.
 DataFormat = Literal["text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"]
 LossOn = Literal["all", "assistant", "completion"]
-# The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
-NAME = r"^[^\x00-\x1f\x7f]+$"
-Name = Annotated[str, Field(pattern=NAME)]
-RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
 # The headings of --help, in their order.
 RUN, NETWORK, CHECKPOINTS, MACHINE, LOGS = (
     Parameter(group=Group.create_ordered(heading))
@@ -237,10 +229,14 @@ class TrainingSection(Section):
     validation_samples: Count = Field(32, ge=1)
     """held-out samples of one validation"""
 
-    def validates_at(self, optimizer_step: int) -> bool:
-        """Whether the weights of this optimizer step are validated."""
-        every = self.validation_every
-        return every > 0 and (optimizer_step % every == 0 or optimizer_step == self.steps)
+    def validates_at(self, optimizer_step: int, last_step: int | None = None) -> bool:
+        """Whether the weights of this optimizer step are validated.
+
+        Args:
+            last_step: the run's last one, if it ends before `steps`
+        """
+        every, last_step = self.validation_every, self.steps if last_step is None else last_step
+        return every > 0 and (optimizer_step % every == 0 or optimizer_step == last_step)
 
     @model_validator(mode="after")
     def _batches_match(self) -> TrainingSection:
@@ -286,11 +282,21 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate over the run's optimizer steps."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """wsd (warm-up, stable, decay): the highest rate until the last decay_steps, which fall linearly; a run's operator
+    may have the decay begin, and so the run end, earlier"""
     warmup_steps: Count = Field(0, ge=0)
     """optimizer steps of linear warm-up"""
+    decay_steps: Count | None = Field(None, ge=1)
+    """for wsd: optimizer steps of the decay at the end of the run; a fifth of its steps if not given"""
     final_fraction: float = Field(0.1, ge=0, le=1)
     """the last learning rate as a share of the highest"""
+
+    @model_validator(mode="after")
+    def _has_a_decay(self) -> ScheduleSection:
+        if self.name != "wsd" and self.decay_steps is not None:
+            raise ValueError(f"decay_steps={self.decay_steps} is for wsd, and name is {self.name!r}: leave one out")
+        return self
 
 
 class WireSection(Section):
@@ -395,6 +401,12 @@ class RunManifest(Section):
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than "
                 f"training.steps={self.training.steps}: set it to {self.training.steps} at most"
             )
+        left = self.training.steps - self.schedule.warmup_steps
+        if (decay_steps := self.schedule.decay_steps) is not None and decay_steps > left:
+            raise ValueError(
+                f"schedule.decay_steps={decay_steps} is more than the {left} of training.steps that follow the "
+                f"warm-up: set it to {left} at most"
+            )
         return self
 
     @model_validator(mode="after")
@@ -429,10 +441,6 @@ class RunManifest(Section):
     def hash(self) -> str:
         """The first 32 hex digits of the SHA-256 of the canonical form."""
         return hashlib.sha256(self.canonical_json()).hexdigest()[:32]
-
-
-# Names of peers are shown on other people's screens.
-PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
 
 
 class PeerOptions(Settings):

@@ -1,10 +1,21 @@
-"""The base of all settings, be they of files or of commands. Nothing here imports torch."""
+"""The base of all settings, be they of files or of commands, and kinds of their values. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+# Libraries take no larger numbers of samples, tries and so on, and nobody means one.
+Count = Annotated[int, Field(le=2**31 - 1)]
+# The part of its former value that a mean keeps.
+Share = Annotated[float, Field(ge=0, lt=1)]
+# The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
+NAME = r"^[^\x00-\x1f\x7f]+$"
+Name = Annotated[str, Field(pattern=NAME)]
+RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
+# Names of peers are shown on other people's screens.
+PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
 
 
 class Settings(BaseModel):

@@ -25,6 +25,7 @@ EventKind = Literal[
     "goes_on",
     "trouble",
     "checkpoint",
+    "decay",
     "coordinator",
     "started",
     "ended",

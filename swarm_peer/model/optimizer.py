@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.errors import UserError
+from swarm_peer.policy.decay import Decay
 
 STATE_PREFIX = "optimizer/"
 
 # The key of a group whose learning rate is a multiple of the schedule's.
 RATE_FACTOR = "rate_factor"
+
+# The part of a run's steps that a decay takes, if its configuration says nothing else.
+DECAY_SHARE = 0.2
 
 # The parameters that a stage trains, by name: StageTrainer.trained.
 Trained = Mapping[str, nn.Parameter]
@@ -31,20 +35,34 @@ EIGHT_BIT_BLOCK = 256
 CODE_BOOKS = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
 
-def learning_rate(manifest: RunManifest, optimizer_step: int) -> float:
+def planned_decay(manifest: RunManifest) -> Decay:
+    """The decay of a `wsd` run of which the run key has said nothing else."""
+    steps, warmup_steps = manifest.training.steps, manifest.schedule.warmup_steps
+    decay_steps = manifest.schedule.decay_steps or min(math.ceil(steps * DECAY_SHARE), max(1, steps - warmup_steps))
+    return Decay(steps - decay_steps, decay_steps)
+
+
+def learning_rate(manifest: RunManifest, optimizer_step: int, decay: Decay | None = None) -> float:
     """The learning rate of the update that weights of this optimizer step get next; the first update has step 0.
 
     Warm-up rises linearly to the highest rate, which the first step after it has. The decay that follows ends at
     final_fraction of it in the run's last step, and stays there.
+
+    Args:
+        decay: of wsd, if the run key has had it begin
     """
     schedule, highest = manifest.schedule, manifest.optimizer.learning_rate
     if optimizer_step < schedule.warmup_steps:
         return highest * (optimizer_step + 1) / (schedule.warmup_steps + 1)
-    decay_steps = manifest.training.steps - 1 - schedule.warmup_steps
+    if schedule.name == "wsd":
+        begins_at, decay_steps = decay or planned_decay(manifest)
+        last_stable = begins_at - 1  # which has the highest rate
+    else:
+        last_stable, decay_steps = schedule.warmup_steps, manifest.training.steps - 1 - schedule.warmup_steps
     if schedule.name == "constant" or decay_steps < 1:
         return highest
-    progress = min(1.0, (optimizer_step - schedule.warmup_steps) / decay_steps)
-    left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    progress = min(1.0, max(0.0, (optimizer_step - last_stable) / decay_steps))
+    left = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
     return highest * (schedule.final_fraction + (1 - schedule.final_fraction) * left)
 
 

@@ -46,6 +46,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult, shared_entries
 from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
+from swarm_peer.policy.decay import Decay
 from swarm_peer.token_marks import are_learnt, ids_of, num_targets, positions_in_documents
 
 
@@ -74,6 +75,7 @@ class StageTrainer:
         optimizer_step: how many updates its weights have had
         num_samples: samples whose gradients are accumulated for the next optimizer step
         num_targets: the targets of these samples, where samples say what is learnt
+        decay: of the learning rate, where the run key has had it begin; for the updates that follow
         weights_version: grows with each change of the weights; any thread may read it
     """
 
@@ -96,6 +98,7 @@ class StageTrainer:
         self._cache_dir = cache_dir
         self._source = source
         self.optimizer_step = 0
+        self.decay: Decay | None = None
         self.num_samples = self.num_targets = 0
         self._has_marks = manifest.data.has_targets
         # The weight of a sample all of whose tokens are learnt.
@@ -307,7 +310,7 @@ class StageTrainer:
         self.discard_gradients()  # the copies take their place
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = total_norm(gradients)
-        rate = learning_rate(self.manifest, self.optimizer_step)
+        rate = learning_rate(self.manifest, self.optimizer_step, self.decay)
         skipped = not bool(norm.isfinite()) or not bool(norm)  # where all samples were lost, the mean is zero
         if not keeps_weights and not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):

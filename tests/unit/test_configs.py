@@ -141,6 +141,11 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
             "schedule.warmup_steps=1000000 is more than training.steps=300: set it to 300 at most",
         ),
         ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd', 'adamw_8bit' or 'muon' (got 'adam')"),
+        ("schedule.decay_steps=9", "schedule: decay_steps=9 is for wsd, and name is 'cosine': leave one out"),
+        (
+            "schedule={name: wsd, warmup_steps: 100, decay_steps: 201}",
+            "schedule.decay_steps=201 is more than the 200 of training.steps that follow the warm-up: set it to 200",
+        ),
         (
             "optimizer.matrix_learning_rate=0.02",
             "optimizer: matrix_learning_rate=0.02 is for muon, and name is 'adamw': leave one out",

@@ -10,8 +10,10 @@ from swarm_peer.model.optimizer import (
     make_optimizer,
     optimizer_state,
     optimizer_state_template,
+    planned_decay,
     set_learning_rate,
 )
+from swarm_peer.policy.decay import Decay
 
 
 def make_manifest(steps=11, **schedule):
@@ -39,11 +41,21 @@ def make_manifest(steps=11, **schedule):
         ({"name": "linear", "warmup_steps": 2, "final_fraction": 0.0}, {0: 2 / 3, 2: 2.0, 6: 1.0, 10: 0.0}),
         ({"name": "cosine", "warmup_steps": 10}, {9: 20 / 11, 10: 2.0}),
         ({"name": "cosine", "warmup_steps": 11}, {10: 22 / 12, 11: 2.0}),
+        ({"name": "wsd", "decay_steps": 4, "final_fraction": 0.0}, {0: 2.0, 6: 2.0, 7: 1.5, 8: 1.0, 10: 0.0, 11: 0.0}),
+        ({"name": "wsd", "warmup_steps": 3, "final_fraction": 0.1}, {0: 0.5, 3: 2.0, 7: 2.0, 8: 1.4, 9: 0.8, 10: 0.2}),
+        ({"name": "wsd", "warmup_steps": 10}, {9: 20 / 11, 10: 0.2}),
     ],
 )
 def test_learning_rate(schedule, rates):
     manifest = make_manifest(**schedule)
     assert {step: learning_rate(manifest, step) for step in rates} == pytest.approx(rates)
+
+
+def test_a_decay_that_the_run_key_has_said_takes_the_place_of_the_planned_one():
+    manifest = make_manifest(name="wsd", warmup_steps=2, decay_steps=2, final_fraction=0.0)
+    rates = {step: learning_rate(manifest, step, Decay(4, 5)) for step in (1, 2, 3, 4, 6, 8, 9)}
+    assert rates == pytest.approx({1: 4 / 3, 2: 2.0, 3: 2.0, 4: 1.6, 6: 0.8, 8: 0.0, 9: 0.0})
+    assert planned_decay(manifest) == Decay(9, 2)
 
 
 def test_a_run_of_one_step_has_a_learning_rate():

@@ -10,7 +10,7 @@ const RETRY_MS = 2000;
 const ANSWER_MS = 5000;
 const KINDS = {
   joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", stage_empty: "! stage empty",
-  stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", coordinator: "◇ coordinator",
+  stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", decay: "↘ decay", coordinator: "◇ coordinator",
   stands_still: "! stands still", goes_on: "▶ goes on", trouble: "! in trouble", started: "▶ started", ended: "■ ended",
 };
 
