@@ -76,7 +76,7 @@ class Decaying:
         self._manifest = manifest
         self._file = DecayFile(output)
         self._threads = threads
-        self._target: int | None = None
+        self._earliest: int | None = None  # the first snapshot after a decay was asked for
 
     async def look(self, run: AgreedRun, view: SwarmView, standing: Standing) -> str:
         """Begin a decay that is asked for, or note one that has begun; to be called again and again.
@@ -104,18 +104,22 @@ class Decaying:
 
     async def _begin(self, run: AgreedRun, view: SwarmView, standing: Standing, steps: int) -> str:
         """Have the run go on from the next snapshots, as soon as peers of all stages tell their names."""
-        if self._target is None or standing.optimizer_step >= self._target + self._manifest.recovery.snapshot_every:
-            self._target = next_snapshot(self._manifest, standing.optimizer_step)
-        decay = Decay(self._target, steps)
-        if why := why_not(self._manifest, decay):
+        every = self._manifest.recovery.snapshot_every
+        earliest = next_snapshot(self._manifest, standing.optimizer_step) if self._earliest is None else self._earliest
+        due = max(earliest, standing.optimizer_step // max(every, 1) * every)
+        if why := why_not(self._manifest, Decay(due, steps)):
             await self._threads.run(self._file.remove)
-            log.error("decay_refused optimizer_step=%d steps=%d reason=%s", *decay, why)
+            log.error("decay_refused begins_at=%d steps=%d reason=%s", due, steps, why)
+            self._earliest = None
             return f"The decay of {steps} steps does not begin: {why}."
-        if standing.optimizer_step < decay.begins_at or not (names := await self._names(run, view, decay.begins_at)):
-            return ""
-        self._target = None
-        await self._say(run, standing, names, decay.begins_at, decay)
-        return f"The learning rate decays from optimizer step {decay.begins_at} on, and the run ends at {decay.end}."
+        self._earliest = earliest
+        for step in (due, due - every):  # peers keep the one before the newest as well
+            is_made = earliest <= step <= standing.optimizer_step
+            if is_made and (names := await self._names(run, view, step)):
+                decay, self._earliest = Decay(step, steps), None
+                await self._say(run, standing, names, step, decay)
+                return f"The learning rate decays from optimizer step {step} on, and the run ends at {decay.end}."
+        return ""
 
     async def _names(self, run: AgreedRun, view: SwarmView, optimizer_step: int) -> Sequence[str]:
         """The names of the snapshots of an optimizer step; none if they are not known yet."""
