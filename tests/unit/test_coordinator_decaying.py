@@ -1,5 +1,6 @@
 """When a coordinator has the decay of its run begin, and what becomes of its word."""
 
+import json
 import logging
 
 import anyio
@@ -10,7 +11,7 @@ from coordinator.run.asked_decay import ask_for_decay
 from coordinator.run.decay_file import DECAY, DecayFile, DecayNote
 from coordinator.run.decaying import Decaying, Standing, next_snapshot, why_not
 from coordinator.run.run_options import RunOptions
-from coordinator.watch.metrics_file import METRICS
+from coordinator.watch.metrics_file import METRICS, metrics_line
 from coordinator.watch.run_file import MODEL, write_run_file
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, UserError
@@ -201,7 +202,10 @@ def test_peers_that_never_answer_do_not_hold_it_up(tmp_path, monkeypatch):
 
 def served(folder, step, **sections):
     write_run_file(folder, "id", manifest(**sections))
-    (folder / METRICS).write_text(f'{{"optimizer_step": {step}}}\n')
+    line = metrics_line(
+        optimizer_step=step, round_number=step - 1, loss=1.0, samples=2, seconds=1.0, sequence_length=8, peers=[1]
+    )
+    (folder / METRICS).write_text(json.dumps(line | {"time": 0.0}) + "\n")
 
 
 def test_an_operator_asks_for_a_decay(tmp_path):
