@@ -109,7 +109,7 @@ class Decaying:
         due = max(earliest, standing.optimizer_step // max(every, 1) * every)
         if why := why_not(self._manifest, Decay(due, steps)):
             await self._threads.run(self._file.remove)
-            log.error("decay_refused begins_at=%d steps=%d reason=%s", due, steps, why)
+            log.warning("decay_refused begins_at=%d steps=%d reason=%s", due, steps, why)
             self._earliest = None
             return f"The decay of {steps} steps does not begin: {why}."
         self._earliest = earliest

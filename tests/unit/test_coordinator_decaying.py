@@ -173,7 +173,7 @@ def test_a_decay_that_cannot_be_is_refused(tmp_path, sections, decay, reason):
 def test_a_decay_that_comes_too_late_is_given_up(tmp_path, caplog):
     desk = Desk(tmp_path, Run())
     desk.file.write(DecayNote(steps=20))
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.WARNING):
         assert desk.look(895).startswith("The decay of 20 steps does not begin: 20 steps would end at")
     assert desk.file.read() is None
     assert "decay_refused" in caplog.text
