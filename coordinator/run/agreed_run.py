@@ -169,22 +169,25 @@ class AgreedRun:
         """
         names = await self._giver.give(checkpoint)
         known_round = max(known_round, checkpoint.round_number)
-        return self.go_on_from(names, checkpoint.optimizer_step, known_round, self.decay)
+        self._go_on_from(names, checkpoint.optimizer_step, known_round, self.decay, is_beginning=True)
+        return self.timeline
 
-    def go_on_from(self, names: Sequence[str], optimizer_step: int, known_round: int, decay: Decay | None) -> Timeline:
-        """Have the run go on from snapshots of these names, with a decay if one is given, by the run key.
+    def say_decay(self, decay: Decay, names: Sequence[str], optimizer_step: int, known_round: int) -> None:
+        """Have the run go on from snapshots of these names with a decay, by the run key.
 
         Args:
+            optimizer_step: that of the snapshots
             known_round: as for `resume`
-
-        Returns:
-            the new timeline
         """
+        self._go_on_from(names, optimizer_step, known_round, decay, is_beginning=False)
+
+    def _go_on_from(
+        self, names: Sequence[str], optimizer_step: int, known_round: int, decay: Decay | None, *, is_beginning: bool
+    ) -> None:
         # Peers may have come further since, and their snapshots of that time must not seem to be of the new rounds.
         reached = known_round + MAX_ROUNDS_AHEAD + self._lag
-        after_round = max(reached, self.restart.first_round)
-        self._agreeing.go_back(self._rules.restart(after_round, optimizer_step, with_decay(names, decay)))
-        return self.timeline
+        restart = self._rules.restart(max(reached, self.restart.first_round), optimizer_step, with_decay(names, decay))
+        self._agreeing.go_on_from(restart, is_beginning=is_beginning)
 
     @property
     def restart(self) -> Restart:

@@ -151,7 +151,7 @@ class Decaying:
     async def _say(
         self, run: AgreedRun, standing: Standing, names: Sequence[str], optimizer_step: int, decay: Decay
     ) -> None:
-        run.go_on_from(names, optimizer_step, standing.known_round, decay)
+        run.say_decay(decay, names, optimizer_step, standing.known_round)
         log.warning("decay_said begins_at=%d steps=%d optimizer_step=%d", *decay, optimizer_step)
         await self._keep(decay.steps, decay.begins_at)
 

@@ -58,7 +58,7 @@ class Run:
             raise CallError("nobody has it yet")
         return f"{optimizer_step}/0", f"{optimizer_step}/1"
 
-    def go_on_from(self, names, optimizer_step, known_round, decay):
+    def say_decay(self, decay, names, optimizer_step, known_round):
         self.restart = Restart(known_round + 100, optimizer_step, with_decay(names, decay), BY_KEY)
 
 
