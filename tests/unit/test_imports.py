@@ -88,6 +88,7 @@ def test_wire_does_not_know_the_runtime_and_the_model(path):
                 "config",
                 "config_errors",
                 "errors",
+                "settings",
                 "addresses",
                 "token_marks",
             )

@@ -360,7 +360,7 @@ def test_the_name_of_a_snapshot_needs_a_certificate_and_no_download(tmp_path):
             assert (await find(unsigned, honest)).entry.hash == honest.name.entry, "another one is asked"
             with pytest.raises(CallError, match="not committed at optimizer step"):
                 await find(unsigned)
-            with pytest.raises(CallError, match="of stage 0: .*no snapshot"):
+            with pytest.raises(CallError, match=r"of stage 0: .*no snapshot"):
                 await find(honest, stage=0)
             with pytest.raises(CallError, match="of stage 1: none is there"):
                 await find()
