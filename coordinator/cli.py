@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from coordinator.commands.check_data import check_data
+from coordinator.commands.decay import decay
 from coordinator.commands.export import export
 from coordinator.commands.invites import invite, invites, revoke
 from coordinator.commands.live import dashboard, end, evaluate, sample, status
@@ -28,6 +29,7 @@ EXAMPLES: dict[Callable[..., None], str] = {
     evaluate: "swarm-coordinator evaluate --files book.txt --samples 64",
     report: "swarm-coordinator report\nswarm-coordinator report runs/demo --price-per-peer-hour 0.4",
     export: "swarm-coordinator export --output my-model",
+    decay: "swarm-coordinator decay runs/demo --steps 200",
     end: "swarm-coordinator end runs/demo",
     plan: "swarm-coordinator plan gpt2-124m --peers volunteers --tokens 300B",
     baseline: "swarm-coordinator baseline demo --steps 30 --output runs/baseline",

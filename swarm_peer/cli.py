@@ -22,11 +22,11 @@ from swarm_peer import __version__
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.commands.doctor import doctor
 from swarm_peer.commands.pause import pause, resume
-from swarm_peer.config import PeerOptions
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import Interrupted, SwarmError, UserError, machine_fault, missing_letters
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.logs import configure_logging, on_one_line
+from swarm_peer.peer_options import PeerOptions
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The manifest of a run (RunManifest) and the options of one peer (PeerOptions).
+"""The manifest of a run.
 
 The manifest is the same for every peer: the coordinator reads it from a YAML file, signs and publishes it, and every
 announcement and every call carries its hash. The options are each peer's own. Nothing here imports torch.
@@ -8,24 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from cyclopts import Group, Parameter
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
-from swarm_peer.addresses import EVERYWHERE
 from swarm_peer.codecs import check_codec
-from swarm_peer.owner_options import OwnerOptions
+from swarm_peer.settings import RUN_NAME, Count, Name, Section, Share
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
@@ -33,54 +21,18 @@ BasePrecision = Literal["fp32", "bf16", "int8", "nf4"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
 MAX_STEPS = 2**30
-# Libraries take no larger numbers of samples, tries and so on, and nobody means one.
-Count = Annotated[int, Field(le=2**31 - 1)]
-# The part of its former value that a mean keeps.
-Share = Annotated[float, Field(ge=0, lt=1)]
-# The largest machines have fewer cores. With many more, OpenMP ends the process.
-MAX_COMPUTE_THREADS = 4096
+# Of Muon, where a configuration names none (https://kellerjordan.github.io/posts/muon/).
+MUON_MOMENTUM = 0.95
 # Kinds of files of a data set.
 FileKind = Literal["text", "json", "csv", "tsv", "parquet", "arrow"]
 # Kinds of records of a data set, and the tokens of these that may be learnt.
 DataFormat = Literal["text", "messages", "prompt_completion", "alpaca", "sharegpt", "tokens"]
 LossOn = Literal["all", "assistant", "completion"]
-# The name of a file, a folder, or something on the hub. Control characters make Python's functions raise odd errors.
-NAME = r"^[^\x00-\x1f\x7f]+$"
-Name = Annotated[str, Field(pattern=NAME)]
-RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
-# The headings of --help, in their order.
-RUN, NETWORK, CHECKPOINTS, MACHINE, LOGS = (
-    Parameter(group=Group.create_ordered(heading))
-    for heading in ("The run", "Network", "Checkpoints", "This machine", "Logs and metrics")
-)
-# Options that take several addresses one after the other.
-Addresses = Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative="")]
 
 
 def looks_like_a_path(name: str) -> bool:
     """Whether a name is a folder's rather than a repository's on the hub. The same on all machines: no disk is read."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-class Settings(BaseModel):
-    """Base of all settings: immutable; an unknown key or an infinite number is an error. The texts describe fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class Section(Settings):
-    """Base of all sections of files, in which a number, a text and a truth are told apart."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse text where a number belongs, and the like: pydantic reads "1e-3" as a number, and true as 1."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = {annotation, *get_args(annotation)}
-        if isinstance(value, (str, bool)) and type(value) not in kinds and kinds & {int, float, bool}:
-            expected = "true or false" if bool in kinds else "a number, with a point and without quotes"
-            raise ValueError(f"expected {expected}, not {value!r:.80}")
-        return value
 
 
 class AdapterSection(Section):
@@ -197,7 +149,7 @@ class DataSection(Section):
     -100 where nothing is learnt)"""
     text_field: str = "text"
     """name of the field that holds the text"""
-    fields: dict[str, Name] = {}
+    fields: dict[str, Name] = Field(default_factory=dict)
     """the records' own names for fields of the format, such as {messages: dialogue}"""
     loss_on: LossOn | None = None
     """the tokens that are learnt: all; the assistant's; or the completion's, which is its last turn or the answer to a
@@ -266,10 +218,14 @@ class TrainingSection(Section):
     validation_samples: Count = Field(32, ge=1)
     """held-out samples of one validation"""
 
-    def validates_at(self, optimizer_step: int) -> bool:
-        """Whether the weights of this optimizer step are validated."""
-        every = self.validation_every
-        return every > 0 and (optimizer_step % every == 0 or optimizer_step == self.steps)
+    def validates_at(self, optimizer_step: int, last_step: int | None = None) -> bool:
+        """Whether the weights of this optimizer step are validated.
+
+        Args:
+            last_step: the run's last one, if it ends before `steps`
+        """
+        every, last_step = self.validation_every, self.steps if last_step is None else last_step
+        return every > 0 and (optimizer_step % every == 0 or optimizer_step == last_step)
 
     @model_validator(mode="after")
     def _batches_match(self) -> TrainingSection:
@@ -284,24 +240,52 @@ class TrainingSection(Section):
 class OptimizerSection(Section):
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "sgd", "adamw_8bit"] = "adamw"
+    name: Literal["adamw", "sgd", "adamw_8bit", "muon"] = "adamw"
+    """muon: Muon for the matrices of layers, and AdamW for embeddings, head and vectors"""
     learning_rate: float = Field(gt=0)
+    matrix_learning_rate: float | None = Field(None, gt=0)
+    """for muon: learning rate of the matrices of layers; learning_rate if not given, since updates are scaled so that
+    AdamW's rate carries over"""
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     momentum: Share = 0.0
-    """for sgd"""
+    """for sgd; for muon (Nesterov's), where it is 0.95 if not given"""
     weight_decay: float = Field(0.0, ge=0)
     """decay of matrices; vectors (biases, norms) are not decayed"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_momentum(cls, data: Any) -> Any:
+        return {"momentum": MUON_MOMENTUM} | data if isinstance(data, dict) and data.get("name") == "muon" else data
+
+    @model_validator(mode="after")
+    def _has_matrices(self) -> OptimizerSection:
+        if self.name != "muon" and self.matrix_learning_rate is not None:
+            raise ValueError(
+                f"matrix_learning_rate={self.matrix_learning_rate:g} is for muon, and name is {self.name!r}: leave one "
+                f"out"
+            )
+        return self
 
 
 class ScheduleSection(Section):
     """The learning rate over the run's optimizer steps."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """wsd (warm-up, stable, decay): the highest rate until the last decay_steps, which fall linearly; a run's operator
+    may have the decay begin, and so the run end, earlier"""
     warmup_steps: Count = Field(0, ge=0)
     """optimizer steps of linear warm-up"""
+    decay_steps: Count | None = Field(None, ge=1)
+    """for wsd: optimizer steps of the decay at the end of the run; a fifth of its steps if not given"""
     final_fraction: float = Field(0.1, ge=0, le=1)
     """the last learning rate as a share of the highest"""
+
+    @model_validator(mode="after")
+    def _has_a_decay(self) -> ScheduleSection:
+        if self.name != "wsd" and self.decay_steps is not None:
+            raise ValueError(f"decay_steps={self.decay_steps} is for wsd, and name is {self.name!r}: leave one out")
+        return self
 
 
 class WireSection(Section):
@@ -406,6 +390,21 @@ class RunManifest(Section):
                 f"schedule.warmup_steps={self.schedule.warmup_steps} is more than "
                 f"training.steps={self.training.steps}: set it to {self.training.steps} at most"
             )
+        left = self.training.steps - self.schedule.warmup_steps
+        if (decay_steps := self.schedule.decay_steps) is not None and decay_steps > left:
+            raise ValueError(
+                f"schedule.decay_steps={decay_steps} is more than the {left} of training.steps that follow the "
+                f"warm-up: set it to {left} at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_fits(self) -> RunManifest:
+        if self.optimizer.name == "muon" and self.model.adapter is not None:
+            raise ValueError(
+                "optimizer.name=muon is for matrices that are trained whole, and model.adapter trains pairs of thin "
+                "ones: set optimizer.name to adamw"
+            )
         return self
 
     @model_validator(mode="after")
@@ -431,67 +430,3 @@ class RunManifest(Section):
     def hash(self) -> str:
         """The first 32 hex digits of the SHA-256 of the canonical form."""
         return hashlib.sha256(self.canonical_json()).hexdigest()[:32]
-
-
-# Names of peers are shown on other people's screens.
-PEER_NAME = r"^[A-Za-z0-9._@+-]*$"
-
-
-class PeerOptions(OwnerOptions, Settings):
-    """How one peer takes part; each field is an option of swarm-peer."""
-
-    initial_peers: Annotated[Addresses, RUN] = Field(min_length=1)
-    """Addresses of any peers of the run, as the coordinator prints them, or an invite; @FILE for a file of them."""
-    stage: Annotated[str, RUN] = "auto"
-    """Pipeline stage to serve: a number, or auto for the neediest one."""
-    run_id: Annotated[str | None, RUN] = None
-    """Which run to join, where the addresses lead to several (the coordinator's key)."""
-    data_dir: Annotated[Path | None, RUN] = None
-    """Folder that the run may read local data files from; none if not given."""
-    host_maddrs: Annotated[Addresses, NETWORK] = EVERYWHERE
-    """Addresses to listen on, as IP:PORT or multiaddresses; without a port, the first free one from 31338 on."""
-    announce_maddrs: Annotated[Addresses, NETWORK] = ()
-    """Addresses that other peers dial, as HOST, HOST:PORT or multiaddresses, if they differ (port forwarding)."""
-    map_port: Annotated[bool, NETWORK] = True
-    """Whether to ask this machine's router to forward the port (UPnP, NAT-PMP)."""
-    relay_mbps: Annotated[float, NETWORK] = Field(8.0, ge=0)
-    """Megabits a second to carry between members that do not reach each other; 0 for none."""
-    name: Annotated[str | None, RUN] = Field(None, max_length=32, pattern=PEER_NAME)
-    """Name by which people recognise the peer: letters, digits and . _ @ + -"""
-    identity_path: Annotated[Path | None, NETWORK] = None
-    """File of the private key, created if it is missing; if not given, one of this user's, which no other peer uses."""
-    device: Annotated[str, MACHINE] = "auto"
-    """cpu, cuda:N, cuda for a GPU that no other peer of this user has, or auto for one if there are GPUs."""
-    max_memory: Annotated[ByteSize | None, MACHINE] = None
-    """Memory that training may use, in bytes or such as 8GiB; all of the device's memory if not given."""
-    threads: Annotated[int | None, MACHINE] = Field(None, ge=1, le=MAX_COMPUTE_THREADS)
-    """CPU threads that torch computes with; torch's own choice if not given."""
-    cache_dir: Annotated[Path | None, MACHINE] = None
-    """Folder where datasets and tokenizers are cached; Hugging Face's own if not given."""
-    cache_size: Annotated[ByteSize, MACHINE] = Field(ByteSize(100 * 10**9), gt=0)
-    """Most room for weights that members have given, in bytes or such as 50GB; those used longest ago go first."""
-    grace_s: Annotated[float, MACHINE] = Field(20.0, gt=0)
-    """Seconds to finish and hand over its work when told to leave. It may take half as long again and ten seconds more
-    until it is gone: for the 30 s of spot instances of Google and Azure, give 12."""
-    preemption_notice: Annotated[Literal["none", "aws", "gcp", "azure"], MACHINE] = "none"
-    """Cloud provider; the peer leaves when it gives notice that it takes this spot instance away."""
-    metrics_port: Annotated[int | None, LOGS] = Field(None, ge=0, le=65535)
-    """TCP port for Prometheus metrics; 0 for any free port; no metrics if not given."""
-    metrics_host: Annotated[Name, LOGS] = "127.0.0.1"
-    """Address that the metrics port listens on; 0.0.0.0 shows the metrics to everybody who reaches this machine."""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], LOGS] = "info"
-    """Least severe log line to print."""
-
-    @field_validator("stage")
-    @classmethod
-    def _stage_is_number_or_auto(cls, value: str) -> str:
-        if value != "auto" and not value.isdecimal():
-            raise ValueError(f"expected a number or auto, got {value!r}")
-        return value
-
-    @field_validator("data_dir")
-    @classmethod
-    def _data_dir_is_there(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.is_dir():
-            raise ValueError(f"there is no folder {value}: correct the path, or leave it out")
-        return value

@@ -9,7 +9,7 @@ from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 
-from swarm_peer.config import NAME, PEER_NAME, RUN_NAME
+from swarm_peer.settings import NAME, PEER_NAME, RUN_NAME
 
 
 def dotted(place: tuple[int | str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The options by which the owner of a machine keeps it for other uses, too. They are part of config.py: PeerOptions."""
+"""The options by which the owner of a machine keeps it for other uses, too, as part of peer_options.py: PeerOptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_peer.policy.owner import Hours
 
 # With less, others give a frame up before it is whole (runtime/network/frame_stream.py, SLOWEST_BYTES_PER_S).
 LEAST_MBPS = 1.0
-# A heading of --help, after all those of config.py.
+# A heading of --help, after all those of peer_options.py.
 OWNER = Parameter(group=Group("The machine's owner"))
 
 

@@ -94,6 +94,7 @@ class Run:
         self.receiver = Gullible(ResolvedManifest.of(self.manifest), SystemThreads())
         self.watch = SimpleNamespace(
             optimizer_step=60,
+            last_step=self.manifest.training.steps,
             created_at_round=lambda optimizer_step: 60,
             observe_checkpoint=self.saved.append,
             observe_work=lambda samples, weight: self.work.append((samples, weight)),

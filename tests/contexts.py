@@ -11,8 +11,9 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Clock, PeerContext

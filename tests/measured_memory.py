@@ -66,6 +66,7 @@ class Case(NamedTuple):
     precision: str = "fp32"
     adapter: dict[str, Any] | None = None
     base: str = "fp32"
+    optimizer: str = "adamw"
 
     @property
     def title(self) -> str:
@@ -117,7 +118,7 @@ class Case(NamedTuple):
                     "stages": {"count": len(self.layers), "layers": self.layers},
                     "data": {"sequence_length": self.length},
                     "training": {"steps": 9, "global_batch_size": 2 * self.in_flight, "microbatch_size": 2},
-                    "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+                    "optimizer": {"name": self.optimizer, "learning_rate": 1e-3},
                     "wire": {"activations": self.codec, "gradients": self.codec},
                 }
             )
@@ -137,6 +138,17 @@ MANY_LOGITS = LLAMA | {"vocab_size": 131072, "hidden_size": 192}
 CASES = (
     *(case._replace(checkpointing=checkpointing) for case in SHAPES for checkpointing in (False, True)),
     Case("Llama, logits in chunks, last", MANY_LOGITS, [1, 1], 1, 512, 2),
+    Case("Llama, many layers, Muon", DEEP, [1, 12, 1], 1, 128, 3, optimizer="muon"),
+    Case(
+        "Llama, wide, Muon",
+        DEEP | {"hidden_size": 1024, "intermediate_size": 2816},
+        [1, 2, 1],
+        1,
+        64,
+        1,
+        optimizer="muon",
+    ),
+    Case("GPT-2, large vocabulary, first, Muon", LARGE_VOCABULARY, [1, 1], 0, 32, 1, optimizer="muon"),
     Case("Llama, one layer for all", DEEP | {"hidden_size": 512}, [1, 8, 1], 1, 64, 2, share_layers=True),
 )
 WIDE = LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}

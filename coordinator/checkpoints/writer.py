@@ -347,7 +347,7 @@ class CheckpointWriter:
                 forget_frames(error)
                 self._failed(optimizer_step, error)
                 return
-            if optimizer_step < self._manifest.training.steps <= self._watch.optimizer_step:
+            if optimizer_step < self._watch.last_step <= self._watch.optimizer_step:
                 break  # the run stands still after its last step alone
             await anyio.sleep(pause_s)
         if optimizer_step <= self._inherited_step or not self._acts():
@@ -388,7 +388,7 @@ class CheckpointWriter:
 
     def _is_last(self, optimizer_step: int) -> bool:
         """Whether no round begins with the weights of a step, so that no entry names them."""
-        return optimizer_step >= self._manifest.training.steps
+        return optimizer_step >= self._watch.last_step
 
     async def _write(self, weights: Timeline, states: Sequence[StageState]) -> None:
         """Put the states of all stages into the store.

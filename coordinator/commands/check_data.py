@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from coordinator.commands.console import open_console
 from coordinator.commands.shared_options import CacheDir, Config, Count, Overrides, Positive, load_and_resolve
-from swarm_peer.config import RUN
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import RUN
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,10 +9,10 @@ from cyclopts import Parameter
 
 from coordinator.commands.shared_options import CacheDir, NotNegative, RunFolder, RunId, RunPeers
 from coordinator.watch.promises import Promises
-from swarm_peer.config import CHECKPOINTS, RUN
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import CHECKPOINTS, RUN
 
 
 def export(

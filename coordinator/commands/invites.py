@@ -16,8 +16,8 @@ from cyclopts.validators import Number
 
 from coordinator.commands.console import open_console
 from coordinator.commands.shared_options import Json, RunFolder, RunKey
-from swarm_peer.config import RUN
 from swarm_peer.errors import UserError
+from swarm_peer.peer_options import RUN
 
 # As many as a ticket can say (swarm_peer/wire/passes.py); importing that would make --help slow.
 MAX_AT_ONCE = 2**20 - 1

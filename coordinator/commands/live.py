@@ -26,10 +26,10 @@ from coordinator.commands.shared_options import (
     RunPeers,
 )
 from coordinator.dashboard.place import parse_place
-from swarm_peer.config import LOGS, NETWORK, RUN, Addresses
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import LOGS, NETWORK, RUN, Addresses
 
 # A heading of --help.
 TEXT = Parameter(group=Group.create_ordered("The text"))

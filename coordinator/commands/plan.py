@@ -12,10 +12,10 @@ from cyclopts import Group, Parameter
 from coordinator.commands.console import open_console
 from coordinator.commands.shared_options import Config, Count, Json, NotNegative, Overrides, Positive
 from coordinator.config_files import load_manifest
-from swarm_peer.config import RUN, Addresses
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import RUN, Addresses
 
 # Headings of --help.
 PEERS, LIVE_PEERS = (

@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from swarm_peer.config import RUN
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import RUN
 
 
 def report(

@@ -30,10 +30,11 @@ from coordinator.run.coordinator_options import CheckpointOptions, NodeOptions, 
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.promises import Promises
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
-from swarm_peer.config import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN, RunManifest
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import CHECKPOINTS, MACHINE, MAX_COMPUTE_THREADS, RUN
 from swarm_peer.policy.plain_text import without_controls
 
 if TYPE_CHECKING:

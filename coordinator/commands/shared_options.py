@@ -13,7 +13,7 @@ from cyclopts.validators import Number
 
 from coordinator.config_files import check_overrides, load_manifest
 from coordinator.watch.loggers import LoggerName
-from swarm_peer.config import LOGS, MACHINE, NETWORK, RUN, Addresses
+from swarm_peer.peer_options import LOGS, MACHINE, NETWORK, RUN, Addresses
 
 if TYPE_CHECKING:
     from swarm_peer.model.resolved import ResolvedManifest

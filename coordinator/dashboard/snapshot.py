@@ -87,7 +87,7 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         "name": plain_text(manifest.name, 80),
         "trains": training_line(manifest),
         "step": step,
-        "steps": training.steps,
+        "steps": watch.last_step,
         "batch_samples": watch.current_samples,
         "batch_size": training.global_batch_size,
         "sample_tokens": manifest.data.sequence_length,
@@ -100,7 +100,7 @@ def _run(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
         seconds = mean(each["seconds"] for each in watch.lines[-ETA_STEPS:])
         run["step_s"] = round(seconds, 2)
         if run["state"] == "training":
-            run["eta_s"] = round(seconds * (training.steps - step))
+            run["eta_s"] = round(seconds * (watch.last_step - step))
         if busy := [share for share in _busy_shares(line) if share is not None]:
             run["busy"] = round(mean(busy), 2)
     if watch.target_share is not None:
@@ -126,7 +126,7 @@ def _busy_shares(line: MetricsLine) -> list[float | None]:
 def _run_state(watch: RunWatch, known: Background) -> str:
     if known.ended:
         return "ended"
-    if watch.optimizer_step >= watch.manifest.training.steps:
+    if watch.optimizer_step >= watch.last_step:
         return "done"
     if not watch.view.peers:
         return "no peers"

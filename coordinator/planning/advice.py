@@ -40,7 +40,7 @@ def explain_misfit(manifest: RunManifest, made: Plan, option: Option, fewest: in
         remedies = ["training.microbatch_size=1" if manifest.training.microbatch_size > 1 else "peers with more memory"]
         if not manifest.model.activation_checkpointing:
             remedies.insert(0, "model.activation_checkpointing=true")
-        if manifest.model.adapter is None and manifest.optimizer.name == "adamw":
+        if manifest.model.adapter is None and manifest.optimizer.name in ("adamw", "muon"):
             remedies.insert(0, "optimizer.name=adamw_8bit")
         if manifest.model.adapter is not None and manifest.model.base != "nf4":
             remedies.insert(0, "model.base=nf4")
@@ -117,7 +117,8 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
 
 def _notes_on_machines(manifest: RunManifest, works: Sequence[StageWork]) -> list[str]:
     memory_gb = max((work.host_bytes for work in works), default=0.0) / 1e9
-    largest_gb = max((state_bytes(manifest, work.trained) for work in works), default=0.0) / 1e9
+    sizes = (state_bytes(manifest, work.trained, work.memory.optimizer_bytes) for work in works)
+    largest_gb = max(sizes, default=0.0) / 1e9
     # Of its own stage and of the next one; and one more of each while it is written.
     num_states = (SNAPSHOTS_KEPT + 1) * min(2, len(works)) if manifest.recovery.snapshot_every else 0
     disk = f", and {num_states * largest_gb:.1f} GB of disk for snapshots" if num_states else ""

@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import Field
 
 from coordinator.yaml_text import parse_yaml
-from swarm_peer.config import Section
 from swarm_peer.errors import UserError
+from swarm_peer.settings import Section
 
 # Vendor and series say nothing that the model number does not.
 _NOISE = re.compile(r"nvidia|amd|geforce|tesla|instinct|rtx|[^a-z0-9]")

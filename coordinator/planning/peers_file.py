@@ -12,11 +12,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from coordinator.config_files import PEERS, find_file, read_yaml
 from coordinator.planning.gpus import find_gpu
-from swarm_peer.config import Section
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 from swarm_peer.policy.planning.resources import PeerGroup
 from swarm_peer.policy.stage_memory import RESERVED_BYTES
+from swarm_peer.settings import Section
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

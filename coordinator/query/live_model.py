@@ -21,9 +21,9 @@ import torch
 
 from coordinator.query.sampling import Sampling, choose_token
 from swarm_peer.codecs import PLAIN
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, RoundClosed, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
 from coordinator.run.shared_base import base_giver
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.decay import Decay, decay_in, last_step_of, with_decay
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.view import SwarmView
+from swarm_peer.protocol.epochs import Restart
 from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -60,6 +62,7 @@ class AgreedRun:
         manifest = around.resolved.manifest
         self._rules = rules_of(manifest)
         self._lag = manifest.averaging.rounds_ahead
+        self._last_step = manifest.training.steps
         self._options = around.options
         self._giver = giver
         self._agreeing = agreeing
@@ -155,7 +158,7 @@ class AgreedRun:
             tasks.start_soon(self._giver.run, offered)
 
     async def resume(self, checkpoint: Checkpoint, known_round: int) -> Timeline:
-        """Have the run go back to a checkpoint, by the run key.
+        """Have the run go back to a checkpoint, by the run key. A decay that it has said stays said.
 
         Args:
             known_round: the last round that the run has come to, as far as peers have announced it
@@ -166,9 +169,39 @@ class AgreedRun:
         Raises:
             UserError: there is no room for its states
         """
-        entries = await self._giver.give(checkpoint)
+        names = await self._giver.give(checkpoint)
+        known_round = max(known_round, checkpoint.round_number)
+        self._go_on_from(names, checkpoint.optimizer_step, known_round, self.decay, is_beginning=True)
+        return self.timeline
+
+    def say_decay(self, decay: Decay, names: Sequence[str], optimizer_step: int, known_round: int) -> None:
+        """Have the run go on from snapshots of these names with a decay, by the run key.
+
+        Args:
+            optimizer_step: that of the snapshots
+            known_round: as for `resume`
+        """
+        self._go_on_from(names, optimizer_step, known_round, decay, is_beginning=False)
+
+    def _go_on_from(
+        self, names: Sequence[str], optimizer_step: int, known_round: int, decay: Decay | None, *, is_beginning: bool
+    ) -> None:
         # Peers may have come further since, and their snapshots of that time must not seem to be of the new rounds.
         reached = known_round + MAX_ROUNDS_AHEAD + self._lag
-        rounds = checkpoint.round_number, reached, self._agreeing.membership.epoch.restart.first_round
-        self._agreeing.go_back(self._rules.restart(max(rounds), checkpoint.optimizer_step, entries))
-        return self.timeline
+        restart = self._rules.restart(max(reached, self.restart.first_round), optimizer_step, with_decay(names, decay))
+        self._agreeing.go_on_from(restart, is_beginning=is_beginning)
+
+    @property
+    def restart(self) -> Restart:
+        """Where the run has begun, or begun anew, by its newest epoch."""
+        return self._agreeing.membership.epoch.restart
+
+    @property
+    def decay(self) -> Decay | None:
+        """The decay that the run key has said; None if it has said none, or the run has gone back without it."""
+        return decay_in(self.restart.entries, self._rules.num_stages)
+
+    @property
+    def last_step(self) -> int:
+        """The optimizer step of the run's last weights."""
+        return last_step_of(self._last_step, self.restart.entries, self._rules.num_stages)

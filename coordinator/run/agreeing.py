@@ -21,6 +21,7 @@ from coordinator.run.context import CoordinatorContext
 from swarm_peer.errors import CallError, InvalidMessage, UserError
 from swarm_peer.files import replace_file
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.policy.decay import decay_in
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch, Place, Restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.statements import EpochId, KeySigned, Seat
@@ -248,11 +249,16 @@ class Agreeing:
         """Unix seconds at which the run was begun or resumed, roughly."""
         return self.membership.epoch.id.term
 
-    def go_back(self, restart: Restart) -> None:
-        """Have the run go on from a restart, by the run key; all keep their places."""
+    def go_on_from(self, restart: Restart, *, is_beginning: bool) -> None:
+        """Have the run go on from a restart, by the run key; all keep their places.
+
+        Args:
+            is_beginning: whether the run begins anew there, so that its checkpoints of the time before are not of it
+        """
         term = int(self._context.clock.unix_s())
         self.agreement.announce_by_key(self.membership.epoch.places, restart, least_term=term)
-        self.beginning = self.membership.epoch.restart
+        if is_beginning:
+            self.beginning = self.membership.epoch.restart
 
     async def run(self) -> None:
         """Take part, until cancelled."""
@@ -269,7 +275,8 @@ class Agreeing:
             newest = self.membership.epoch
             log.info("epoch_begun term=%d number=%d seats=%d", newest.id.term, newest.id.number, len(newest.seats))
             first = self.membership.epoch_of(newest.id._replace(number=0)) or newest
-            if newest.id.term != epoch.id.term and first.restart != epoch.restart:
+            decays = decay_in(first.restart.entries, self._context.resolved.num_stages) is not None
+            if newest.id.term != epoch.id.term and first.restart != epoch.restart and not decays:
                 self.beginning = first.restart  # the run was resumed, or has gone back, by the run key
             await self._keep()
 

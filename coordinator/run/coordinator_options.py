@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from swarm_peer.addresses import EVERYWHERE
-from swarm_peer.config import CHECKPOINTS, LOGS, NETWORK, Addresses
+from swarm_peer.peer_options import CHECKPOINTS, LOGS, NETWORK, Addresses
 
 # How a run goes on whose weights have diverged.
 OnDivergence = Literal["end", "rewind"]

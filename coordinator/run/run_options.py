@@ -9,6 +9,7 @@ from typing import IO
 
 from coordinator.checkpoints.writer import NO_CHECKPOINTS, CheckpointPlan
 from coordinator.run.coordinator_options import OnDivergence
+from coordinator.run.decay_file import DecayFile
 from coordinator.watch.journal import has_ended
 from coordinator.watch.metrics_file import METRICS, last_step
 from coordinator.watch.promises import Promises
@@ -124,4 +125,7 @@ class RunOptions:
     def check_output(self, manifest: RunManifest) -> None:
         """Check the folder for a run; see `check_output`."""
         goes_on = self.resume and self.plan.resume is None
-        check_output(self.output, manifest.training.steps if goes_on else None, is_resumed=self.resume)
+        note = DecayFile(self.output).read()
+        decay = None if note is None else note.decay
+        last_step = manifest.training.steps if decay is None else decay.end
+        check_output(self.output, last_step if goes_on else None, is_resumed=self.resume)

@@ -28,6 +28,7 @@ from coordinator.run.agreeing import others_in
 from coordinator.run.beginning import Beginning
 from coordinator.run.context import CoordinatorContext
 from coordinator.run.coordination import Coordination
+from coordinator.run.decaying import Decaying, Standing
 from coordinator.run.divergence import DIVERGED, Diverged, Divergence
 from coordinator.run.events import NO_EVENTS, RunEvents
 from coordinator.run.invites import InviteBook
@@ -125,6 +126,7 @@ class RunService:
             options=options, manifest=resolved.manifest, watch=self.watch, threads=self._context.threads
         )
         self._agreed: AgreedRun | None = None
+        self._decaying = Decaying(resolved.manifest, options.output, self._context.threads)
         self._peer_metrics = PeerMetrics()
         self._directory = observer_directory(resolved.manifest, dht, self._peer_metrics, clock=self._context.clock)
         self._known_peers = KnownPeers(options.output)
@@ -209,8 +211,7 @@ class RunService:
 
     async def _go_back(self, checkpoint: Checkpoint, agreed: AgreedRun, files: RunFiles) -> None:
         """Have the run go on from a checkpoint, in a new term of its epochs."""
-        newest = max(newest_position(self.watch.view).round_number, self.watch.round_number + 1)
-        timeline = await agreed.resume(checkpoint, newest)
+        timeline = await agreed.resume(checkpoint, self._newest_round())
         note_resumed(self._options.output, checkpoint, timeline)
         self._divergence.went_back(timeline)
         self._beginning.follow(timeline, agreed.begun_s)
@@ -218,6 +219,21 @@ class RunService:
         back = f"goes back to its checkpoint of optimizer step {checkpoint.optimizer_step}"
         files.tell("rewound", f"The run's weights have diverged, and it {back}.")
         log.warning("run_goes_back optimizer_step=%d path=%s", checkpoint.optimizer_step, checkpoint.path)
+
+    async def _look_for_decay(self, files: RunFiles, coordination: Coordination) -> None:
+        """Have the run decay, if its operator asks for it, and know where it ends then."""
+        if self._agreed is None:
+            return
+        standing = Standing(self.watch.shown_step, self._newest_round(), coordination.acts)
+        if told := await self._decaying.look(self._agreed, self.watch.view, standing):
+            self._follow_epochs()
+            await self._publish_run()
+            files.tell("decay", told)
+        self.watch.last_step = self._agreed.last_step
+
+    def _newest_round(self) -> int:
+        """The last round that the run has come to, as far as is known here."""
+        return max(newest_position(self.watch.view).round_number, self.watch.round_number + 1)
 
     def _fits(self, files: RunFiles) -> Fits:
         return partial(self._is_of_run, files)
@@ -332,6 +348,8 @@ class RunService:
             lines = await self._observe()
             has_answer = lines is not None
             files.write_lines(lines or (), self.watch.returns)
+        with self._going_on("decay"):
+            await self._look_for_decay(files, coordination)
         self._keep_peers()
         with self._going_on("invites"):
             await self._keep_invites()
@@ -454,7 +472,7 @@ class RunService:
                 raise await self._divergence.failure(self._beginning.timeline, self._fits(files), why) from None
             await anyio.sleep(NOT_WRITTEN_PAUSE_S if isinstance(error, NoRoom) else 0)
             return False
-        if states[0].optimizer_step < self.manifest.training.steps:
+        if states[0].optimizer_step < self.watch.last_step:
             # Stage 0 has reported steps that were never made, or the run has just gone back.
             log.warning("model_not_saved reason=its stages have made %d optimizer steps", states[0].optimizer_step)
             return False

@@ -27,6 +27,7 @@ EventKind = Literal[
     "goes_on",
     "trouble",
     "checkpoint",
+    "decay",
     "coordinator",
     "started",
     "ended",

@@ -81,11 +81,11 @@ class LiveView:
                 self.print(f"{_waits(empty).capitalize()}.")
             self._was_empty = empty
             return
-        self._progress.update(self._task, completed=watch.shown_step)
+        self._progress.update(self._task, completed=watch.shown_step, total=watch.last_step)
         self._live.update(Group(run_table(watch), self._progress))
 
     def _print_line(self, watch: RunWatch) -> None:
-        done = watch.shown_step == watch.manifest.training.steps
+        done = watch.shown_step == watch.last_step
         if watch.shown_step == self._printed_step or (time.monotonic() < self._printed_at + PLAIN_LINE_S and not done):
             return
         self._printed_at, self._printed_step = time.monotonic(), watch.shown_step
@@ -191,7 +191,7 @@ def _waits_to_begin(watch: RunWatch) -> list[str]:
 
 
 def _step(watch: RunWatch) -> str:
-    return f"step {watch.shown_step}/{watch.manifest.training.steps}"
+    return f"step {watch.shown_step}/{watch.last_step}"
 
 
 def _figures(watch: RunWatch) -> list[str]:

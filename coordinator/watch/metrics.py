@@ -97,7 +97,7 @@ class CoordinatorMetrics:
     def update(self, watch: RunWatch) -> None:
         """Set the gauges to the run as it is now."""
         self._step.set(watch.optimizer_step)
-        self._steps.set(watch.manifest.training.steps)
+        self._steps.set(watch.last_step)
         if watch.round_number != self._round_number:
             self._round_number = watch.round_number
             self._stepped_at.set_to_current_time()

@@ -38,6 +38,8 @@ class RunWatch:
         current_round: the round that stage-0 peers work on
         current_samples: samples that count in it so far
         coordination: the newest term, and the last record of its coordinator
+        last_step: optimizer step of the run's last weights: that of its manifest, or of its decay, if that has begun
+            before, as far as is known here
         has_finished: whether the run has made all its steps
         begun_at: optimizer step that the run is known to have made before this watch began, for `shown_step`
         checkpoint_step: optimizer step of the newest checkpoint that this coordinator has written, or has found at its
@@ -53,6 +55,7 @@ class RunWatch:
 
     def __init__(self, manifest: RunManifest, view: SwarmView, validation_wait_s: float = VALIDATION_WAIT_S):
         self.manifest = manifest
+        self.last_step = manifest.training.steps
         self._validation_wait_s = validation_wait_s
         self.view = view
         self.seen_s = 0.0
@@ -215,7 +218,7 @@ class RunWatch:
 
         All who reported the last step may have gone, or have gone back to its end, before this watch began.
         """
-        steps = self.manifest.training.steps
+        steps = self.last_step
         if self._reports or min(self._announced_steps()) < steps:
             self._done_since = None
         elif self._done_since is None:
@@ -297,7 +300,7 @@ class RunWatch:
             return None
         report, peers, shares, seen = self._reports[min(later)]
         validation, is_whole = self._validation(report.round_number + 1)
-        due = self.manifest.training.validates_at(report.optimizer_step)
+        due = self.manifest.training.validates_at(report.optimizer_step, self.last_step)
         if due and not is_whole and now < seen + self._validation_wait_s:
             return None
         length = self.manifest.data.sequence_length

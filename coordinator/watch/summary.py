@@ -23,7 +23,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
         "manifest": manifest.hash,
         "trains": what_is_trained(manifest.model),
         "optimizer_step": watch.shown_step,
-        "optimizer_steps": manifest.training.steps,
+        "optimizer_steps": watch.last_step,
         "samples_in_round": watch.current_samples,
         "global_batch_size": manifest.training.global_batch_size,
         "loss": line["loss"] if line else None,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from swarm_peer.addresses import check_own_addresses
-from swarm_peer.config import LOGS, RUN, Addresses, PeerOptions
 from swarm_peer.initial_peers import check_initial_peers
 from swarm_peer.logs import configure_logging, on_one_line
+from swarm_peer.peer_options import LOGS, RUN, Addresses, PeerOptions
 
 if TYPE_CHECKING:
     from swarm_peer.policy.diagnosis.finding import CheckFinding

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swarm_peer.codecs import find_codec
 from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.adapters import num_adapted
-from swarm_peer.model.families import family_of
+from swarm_peer.model.families import Cost, family_of
 from swarm_peer.model.frozen_base import END_BYTES, MATRIX_BYTES
 from swarm_peer.model.losses import tokens_at_once
 from swarm_peer.model.partition import StageSpec
@@ -35,7 +35,11 @@ DEQUANTISED_BYTES = {"fp32": 0.0, "bf16": 0.0, "int8": 13.0, "nf4": 4.5}
 # 4090 or A100, 90 on an H100, at 0.3 of their peaks. With 2048 tokens, NF4 takes 5 % more time by that.
 OPERATIONS_PER_BYTE = 50
 # Bytes per parameter of the optimizer's state: two fp32 values, two of 8 bits with a scale for 256 each, or momentum.
-OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0}
+# Muon's is for matrices of layers; the others are AdamW's.
+OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "sgd": 4.0, "muon": 4.0}
+# Bytes per value of a matrix while Muon updates it: the mean of gradient and momentum in fp32; and in bf16 its
+# orthogonalised copy, the next one, and two products with itself, which are as large where it is square.
+MUON_BYTES = 4.0 + 2.0 + 2.0 + 2.0 + 2.0
 # At the head's loss: gradients of the logarithms and of the logits, in fp32.
 FP32_LOGIT_GRADIENTS = 2
 # Gradients inside a layer that its backward pass holds at once, as a share of what the layer keeps for that pass: 0.1
@@ -81,9 +85,16 @@ def forward_flops(resolved: ResolvedManifest) -> list[float]:
     return [float(resolved.costs.of(spec).forward_flops) for spec in resolved.specs]
 
 
-def optimizer_bytes(optimizer: OptimizerSection) -> float:
-    """Bytes of the optimizer's state, per parameter."""
-    return 0.0 if optimizer.name == "sgd" and optimizer.momentum == 0 else OPTIMIZER_BYTES[optimizer.name]
+def optimizer_bytes(optimizer: OptimizerSection, trained: int, matrices: int) -> float:
+    """Bytes of the optimizer's state.
+
+    Args:
+        trained: values that training changes
+        matrices: those of them in matrices of layers
+    """
+    if optimizer.name == "muon":
+        return OPTIMIZER_BYTES["muon"] * matrices + OPTIMIZER_BYTES["adamw"] * (trained - matrices)
+    return 0.0 if optimizer.name == "sgd" and optimizer.momentum == 0 else OPTIMIZER_BYTES[optimizer.name] * trained
 
 
 class _Stage:
@@ -103,6 +114,9 @@ class _Stage:
         self.adapters = resolved.adapter_cost(spec)
         self.trained = resolved.num_trained(spec)
         self.layers = self.costs.layers_of(spec)
+        self.optimizer_bytes = optimizer_bytes(
+            self.manifest.optimizer, self.trained, 0 if self.adapters else self.layers.matrices
+        )
         # Of one gradient, when all of it is there.
         self.largest_trained = (self.adapters or self.layers).largest_parameter
         self.base = self.manifest.model.base
@@ -131,6 +145,12 @@ class _Stage:
             # Between an adapter's two products; their inputs are those of the base's, which keeps none.
             copied += num_adapted(self.family, adapter, index) * adapter.rank
         return kept + FP32_BYTES * copied
+
+    @property
+    def ends(self) -> list[Cost]:
+        """The costs of the ends of the model that it holds."""
+        held = ((self.spec.is_first, self.costs.embedding), (self.spec.is_last, self.costs.head))
+        return [cost for is_held, cost in held if is_held]
 
     @property
     def recomputes_logits(self) -> bool:
@@ -187,7 +207,7 @@ def _stage_costs(stage: _Stage) -> StageCosts:
         memory=StageMemory(
             weight_bytes=stage.weight_bytes,
             weight_gradient_bytes=FP32_BYTES * trained,
-            optimizer_bytes=optimizer_bytes(stage.manifest.optimizer) * trained,
+            optimizer_bytes=stage.optimizer_bytes,
             host_bytes=host_bytes if stage.on_cpu else 0.0,
             working_bytes=_working_bytes(stage, microbatch_bytes),
             update_bytes=_update_bytes(stage),
@@ -259,21 +279,29 @@ def _working_bytes(stage: _Stage, microbatch_bytes: float) -> float:
 def _update_bytes(stage: _Stage) -> float:
     """Memory that the end of a round adds to weights, accumulator (then the copied mean) and optimizer's state."""
     optimizer, trained = stage.manifest.optimizer, stage.trained
-    makes_temporaries = optimizer.name == "adamw" or (optimizer.name == "sgd" and optimizer.weight_decay > 0)
+    makes_temporaries = optimizer.name in ("adamw", "muon") or (optimizer.name == "sgd" and optimizer.weight_decay > 0)
+    is_muon = optimizer.name == "muon"
+    of_matrix = MUON_BYTES * stage.layers.largest_parameter if is_muon else 0.0  # one after the other
     if not stage.on_cpu:
         # torch updates all parameters at once, and takes the roots of all second moments, or adds the decay to all.
-        return FP32_BYTES * trained if makes_temporaries else 0.0
+        at_once = trained - stage.layers.matrices if is_muon else trained
+        return max(of_matrix, FP32_BYTES * at_once if makes_temporaries else 0.0)
     # The mean gradients, and two temporaries of one parameter's update.
-    largest = (stage.adapters or stage.whole).largest_parameter
+    ends = [part.largest_parameter for part in stage.ends]
+    largest = max(ends, default=0) if is_muon else (stage.adapters or stage.whole).largest_parameter
     temporaries = 2 * FP32_BYTES * largest if makes_temporaries else 0.0
-    return FP32_BYTES * trained + temporaries
+    return FP32_BYTES * trained + max(of_matrix, temporaries)
 
 
-def state_bytes(manifest: RunManifest, trained: int) -> float:
-    """Size of a stage's state, as snapshots and checkpoints hold it, where a stage trains so many values."""
+def state_bytes(manifest: RunManifest, trained: int, optimizer_bytes: float) -> float:
+    """Size of a stage's state, as snapshots and checkpoints hold it, where a stage trains so many values.
+
+    Args:
+        optimizer_bytes: of the optimizer's state
+    """
     strategy = strategy_of(manifest.averaging)
     values = 1 + strategy.kept_values - strategy.unshared_values
-    return (FP32_BYTES * values + optimizer_bytes(manifest.optimizer)) * trained
+    return FP32_BYTES * values * trained + optimizer_bytes
 
 
 def _host_bytes(stage: _Stage) -> float:
@@ -282,7 +310,9 @@ def _host_bytes(stage: _Stage) -> float:
     averaging = FP32_BYTES * trained
     averaging += 0 if stage.adapters is None else FP32_BYTES * trained  # the initial ones
     kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * trained
-    state = state_bytes(manifest, trained)  # one copy: a snapshot that is being written, or for a newcomer
+    state = state_bytes(
+        manifest, trained, stage.optimizer_bytes
+    )  # one copy: a snapshot that is being written, or for a newcomer
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
     return averaging + kept + state + replies * find_codec(manifest.wire.gradients).num_bytes(stage.hidden_values)

@@ -65,10 +65,12 @@ class ModelCosts:
     def layers_of(self, spec: StageSpec) -> Cost:
         """The cost of one stage's layers."""
         layers = self.layers[spec.first_layer : spec.end_layer]
+        distinct = layers[:1] if self.share_layers else layers
         return Cost(
-            sum(layer.parameters for layer in (layers[:1] if self.share_layers else layers)),
+            sum(layer.parameters for layer in distinct),
             sum(layer.forward_flops for layer in layers),
             max(layer.largest_parameter for layer in layers),
+            sum(layer.matrices for layer in distinct),
         )
 
     def of(self, spec: StageSpec) -> Cost:

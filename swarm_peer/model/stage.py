@@ -113,6 +113,11 @@ class StageModule(nn.Module):
         losses_BT = losses_N.view_as(targets_BT)
         return (losses_BT if learnt_BT is None else losses_BT.where(learnt_BT, 0.0)).mean(dim=1)
 
+    @property
+    def layers(self) -> str:
+        """The beginning of the names of layers' parameters; those of embedding, normalisation and head have another."""
+        return f"{self.family.body}.{self.family.layers}."
+
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.family.cap_logits(self.lm_head(hidden))
 

@@ -36,6 +36,7 @@ from swarm_peer.model.optimizer import (
     make_optimizer,
     optimizer_state,
     optimizer_state_template,
+    set_learning_rate,
 )
 from swarm_peer.model.parameters import trained_parameters
 from swarm_peer.model.partition import StageSpec
@@ -45,6 +46,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import STRATEGY_PREFIX, StepResult, shared_entries
 from swarm_peer.model.stage import StageModule, allocate, initialise
 from swarm_peer.model.strategies import strategy_of
+from swarm_peer.policy.decay import Decay
 from swarm_peer.token_marks import are_learnt, ids_of, num_targets, positions_in_documents
 
 
@@ -73,6 +75,7 @@ class StageTrainer:
         optimizer_step: how many updates its weights have had
         num_samples: samples whose gradients are accumulated for the next optimizer step
         num_targets: the targets of these samples, where samples say what is learnt
+        decay: of the learning rate, where the run key has had it begin; for the updates that follow
         weights_version: grows with each change of the weights; any thread may read it
     """
 
@@ -95,6 +98,7 @@ class StageTrainer:
         self._cache_dir = cache_dir
         self._source = source
         self.optimizer_step = 0
+        self.decay: Decay | None = None
         self.num_samples = self.num_targets = 0
         self._has_marks = manifest.data.has_targets
         # The weight of a sample all of whose tokens are learnt.
@@ -107,7 +111,7 @@ class StageTrainer:
         # Adapters are small, and begun anew on another device than at first, DoRA's would differ in their last bits.
         adapts = manifest.model.adapter is not None
         self._initial = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if adapts}
-        self.optimizer = make_optimizer(manifest.optimizer, self.trained)
+        self.optimizer = make_optimizer(manifest.optimizer, self.trained, self.module.layers)
         self.strategy = strategy_of(manifest.averaging)(self)
         self._clipper = Clipper(manifest.training.max_grad_norm)
         own_scale = FP16_SCALE if manifest.model.precision == "fp16" else 1.0
@@ -306,14 +310,13 @@ class StageTrainer:
         self.discard_gradients()  # the copies take their place
         gradients = [g.to(self.device, torch.float32, copy=True) for g in mean_gradients]
         norm = total_norm(gradients)
-        rate = learning_rate(self.manifest, self.optimizer_step)
+        rate = learning_rate(self.manifest, self.optimizer_step, self.decay)
         skipped = not bool(norm.isfinite()) or not bool(norm)  # where all samples were lost, the mean is zero
         if not keeps_weights and not skipped:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._clipper.clip(parameters, norm, is_trial=is_trial)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+            set_learning_rate(self.optimizer, rate)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.weights_version += 1
@@ -407,7 +410,7 @@ class StageTrainer:
         initial = self._initial or trained_parameters(self._make_module())
         for name, parameter in self.trained.items():
             parameter.copy_(initial[name])
-        self.optimizer = make_optimizer(self.manifest.optimizer, self.trained)
+        self.optimizer = make_optimizer(self.manifest.optimizer, self.trained, self.module.layers)
         self.strategy = strategy_of(self.manifest.averaging)(self)
         self._enter(0)
 

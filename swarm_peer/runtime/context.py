@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from swarm_peer.config import PeerOptions
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.wire.identity import Identity

@@ -17,10 +17,10 @@ from statistics import median
 import anyio
 import torch
 
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, UserError
 from swarm_peer.model.costs import state_bytes
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.diagnosis.finding import CheckFinding, Level, failure
 from swarm_peer.policy.diagnosis.machine_findings import LEAST_ROOM_BYTES, DeviceFacts, judge_disk, judge_machine
 from swarm_peer.policy.diagnosis.run_findings import (
@@ -266,5 +266,7 @@ def _snapshot_bytes(resolved: ResolvedManifest) -> int:
     """Bytes of all snapshots that a peer of the largest stage keeps."""
     if not resolved.manifest.recovery.snapshot_every:
         return 0
-    largest = max(work.trained for work in works_of(resolved, "cpu"))
-    return int(SNAPSHOTS_KEPT * state_bytes(resolved.manifest, largest))
+    sizes = (
+        state_bytes(resolved.manifest, work.trained, work.memory.optimizer_bytes) for work in works_of(resolved, "cpu")
+    )
+    return int(SNAPSHOTS_KEPT * max(sizes))

@@ -12,12 +12,14 @@ from functools import partial
 
 import anyio
 
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.pretrained import WrongTensor
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.data.ranges import num_windows
+from swarm_peer.policy.decay import last_step_of
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, worst
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
@@ -132,8 +134,10 @@ class Replica:
     @property
     def is_finished(self) -> bool:
         """Whether the run's last optimizer step is done."""
-        member = self._member
-        return member is not None and member.log.optimizer_step >= self._manifest.training.steps
+        if (member := self._member) is None:
+            return False
+        entries, num_stages = member.log.restart.entries, self._manifest.stages.count
+        return member.log.optimizer_step >= last_step_of(self._manifest.training.steps, entries, num_stages)
 
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""

@@ -11,12 +11,13 @@ import anyio
 import torch
 
 from swarm_peer.codecs import PLAIN
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.pretrained import check_begins
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.traffic import stage_traffic
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.diagnosis.finding import Level
 from swarm_peer.policy.diagnosis.machine_findings import judge_machine
 from swarm_peer.policy.owner import Hours, OwnerPolicy

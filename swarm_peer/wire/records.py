@@ -13,13 +13,13 @@ from typing import Annotated, ClassVar, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm_peer.config import PEER_NAME
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, TimeShares
+from swarm_peer.settings import PEER_NAME
 from swarm_peer.wire.fields import (
     FiniteFloat,
     Incarnation,

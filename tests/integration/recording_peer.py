@@ -15,8 +15,8 @@ import torch
 from cyclopts import App, Parameter
 from every_second_round import install_if_wanted
 
-from swarm_peer.config import PeerOptions
 from swarm_peer.logs import configure_logging
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.data.ranges import SampleId
 from swarm_peer.policy.placement.rebalancing import StageChoice
 from swarm_peer.protocol.epochs import Restart

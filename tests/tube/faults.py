@@ -437,6 +437,15 @@ async def kill_coordinator(tube: Tube, rng: random.Random) -> None:
         tube.start_coordinator_again(victim)
 
 
+@kind(0.5)
+async def decay(tube: Tube, rng: random.Random) -> None:
+    """The operator has the decay begin: a run of few steps ends by it, and one of many goes on for long."""
+    if tube.resolved.manifest.averaging.mode != "delayed" and tube.coordinators():
+        steps = rng.choice([5, 10]) if tube.schedule.finishes else 400
+        tube.struck("decay", steps)
+        tube.ask_for_decay(steps)
+
+
 @kind(1.0)
 async def out_of_memory(tube: Tube, rng: random.Random) -> None:
     """A device has too little memory for the next passes, perhaps after it has added a gradient."""

@@ -15,7 +15,7 @@ from hosts import Host
 from invariants import Invariants
 from loop import HOST, OUTSIDE
 from periodic import PeriodicInvariants
-from records import State, same_weights
+from records import Place, State, same_weights
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 from wrapping import around
@@ -24,6 +24,7 @@ import coordinator.run.service as service_module
 from coordinator.checkpoints.model_folder import export_states
 from coordinator.run.service import RunService
 from swarm_peer.model.round_strategy import is_weight
+from swarm_peer.policy.decay import last_step_of
 from swarm_peer.protocol.log import Committed
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.data.launcher import BatchLauncher
@@ -96,21 +97,27 @@ class FinishInvariants(Invariants):
 
     def _check_saved(self, states: Sequence[StageState]) -> None:
         """The model is that of the last optimizer step, and its stages have been through the same rounds."""
-        steps = self._resolved.manifest.training.steps
         places = [(stage, state.history_hash) for stage, state in enumerate(states)]
         if unknown := [place for place in places if place not in self.records.weights]:
             self.tube.violation(f"a model is saved with states that no stage has come to: {unknown}")
             return
-        if {self.step_at(place) for place in places} != {steps}:
+        steps = {self._last_step(place) for place in places}
+        if {self.step_at(place) for place in places} != steps or len(steps) > 1:
             self.tube.violation(f"a model is saved of steps {[self.step_at(place) for place in places]}, not {steps}")
         for place, state in zip(places, states, strict=True):
             if not same_weights(self.shared(self.records.weights[place]), self.shared(dict(state.tensors))):
                 self.tube.violation(f"a model is saved with weights that stage {place[0]} never had")
 
+    def _last_step(self, place: Place) -> int:
+        """The run's last optimizer step, as the restart has it that an entry follows."""
+        restart = self.records.restart_of.get(place) or self.records.bases[place]
+        planned = self._resolved.manifest.training.steps
+        return last_step_of(planned, restart.entries, self._resolved.num_stages)
+
     def _appending(self, member: Member, committed: Committed) -> None:
         super()._appending(member, committed)
-        step = self.step_at((member.stage, committed.entry.hash))
-        if step > self._resolved.manifest.training.steps:
+        place = member.stage, committed.entry.hash
+        if (step := self.step_at(place)) > self._last_step(place):
             self.tube.violation(f"an entry follows that of the last optimizer step: {step}")
 
     async def _sending(

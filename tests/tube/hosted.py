@@ -19,9 +19,9 @@ from coordinator.run.coordination import Coordination
 from coordinator.run.run_options import RunOptions
 from coordinator.run.service import RunService
 from coordinator.watch.ending import ENDED_BY_OPERATOR
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import CallError, SwarmError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.bootstrap import Entrance, find_manifest

@@ -23,6 +23,7 @@ from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import shared_entries
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.policy.decay import decay_in
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState
@@ -160,6 +161,8 @@ class Invariants:
         own, known = member.work.own(number), driver.gradients.names
         await call(member, number)
         if own is None or own.name in known or own.name not in driver.gradients.names:
+            return
+        if has_gone_back(member, number):
             return
         self._note_work(member.stage, own, held_in(driver, number), driver)
 
@@ -364,6 +367,7 @@ class Invariants:
         """An update is the one that a process makes of these gradients, with the state from before it."""
         trainer, before_it = self._reference[place[0]], (place[0], entry.cut.parent)
         trainer.load_state(self.records.weights[before_it], self._step_from(place, restart) - 1)
+        trainer.decay = decay_in(restart.entries, self.tube.num_stages)
         trainer.apply(gradients)
         self.records.checked += 1
         for name, value in self.shared(trainer.state()).items():
@@ -457,6 +461,11 @@ def rounds_of(driver: RoundDriver) -> Any:
     """The rounds of the replica that a driver is of."""
     workplace: Any = driver._workplace
     return workplace._core.rounds
+
+
+def has_gone_back(member: Member, number: int) -> bool:
+    """Whether the run has gone back from a round whose work is held: nobody takes that any more."""
+    return number < member.log.restart.first_round
 
 
 def held_in(driver: RoundDriver, number: int) -> tuple[bytes, ...]:

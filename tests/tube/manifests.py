@@ -51,6 +51,8 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
                 "validation_samples": 6,
             },
             "optimizer": {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+            # In a run of many steps, it is stable unless a decay is said.
+            "schedule": {"name": "wsd", "final_fraction": 0.0},
             "limits": {"hop_timeout_s": 8.0, "announcement_s": 8.0, "max_in_flight": max_in_flight(seed)},
             "averaging": {
                 "mode": averaging,

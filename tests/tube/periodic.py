@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from invariants import TOLERANCE, Invariants, held_in, trainer_of
+from invariants import TOLERANCE, Invariants, has_gone_back, held_in, trainer_of
 from loop import HOST
 from records import Place, same_weights
 from wrapping import around, before
@@ -51,7 +51,7 @@ class PeriodicInvariants(Invariants):
     async def _held(self, call: Any, driver: RoundDriver, member: Member, number: int) -> None:
         own, known = member.work.own(number), driver.gradients.names
         await call(member, number)
-        if own is None or own.name in known:
+        if own is None or own.name in known or has_gone_back(member, number):
             return
         ids = held_in(driver, number)
         self._ended.setdefault(member.work, {})[number] = ids
@@ -69,7 +69,8 @@ class PeriodicInvariants(Invariants):
         held: list[Contribution] = await call()
         for own in held if member is not None else ():
             assert member is not None
-            if own.name.seat == member.me and (member.stage, own) not in self.records.works:
+            is_mine = own.name.seat == member.me and not has_gone_back(member, own.name.round)
+            if is_mine and (member.stage, own) not in self.records.works:
                 ended = (ids for number, ids in self._ended.get(member.work, {}).items() if number in member.work.open)
                 ids = (*self._carried_by(member.work), *(each for of_round in ended for each in of_round))
                 self._note_work(member.stage, own, tuple(sorted(ids)), driver)

@@ -36,6 +36,7 @@ from stores import FailingStore
 from world import World
 
 from coordinator.checkpoints.writer import CheckpointPlan
+from coordinator.run.decay_file import DecayFile, DecayNote
 from coordinator.run.invites import InviteBook
 from coordinator.watch.ending import ENDED_BY_OPERATOR, end_run_for
 from swarm_peer.model.resolved import ResolvedManifest
@@ -298,6 +299,11 @@ class Tube:
         if is_back or len(self.peers()) >= self.most_peers or self._faults_are_over:
             return None
         return self.start_peer(rng, name)
+
+    def ask_for_decay(self, steps: int) -> None:
+        """The operator has the learning rate decay, by the folders of all coordinators."""
+        for name in {host.name.partition("'")[0] for host in self.coordinators()}:
+            DecayFile(self._folder / name).write(DecayNote(steps=steps))
 
     def revoke(self, victim: Host) -> None:
         """The operator lets a peer take part no more, by the folder of the run's first coordinator."""

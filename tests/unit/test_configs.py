@@ -12,10 +12,11 @@ import yaml
 from pydantic import ValidationError
 
 from coordinator.config_files import load_manifest
-from swarm_peer.config import ModelSection, PeerOptions, RunManifest
+from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.stage_memory import RESERVED_BYTES
 
 CONFIGS = sorted(Path(__file__).parents[2].joinpath("configs").glob("*.yaml"))
@@ -140,7 +141,16 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
             "schedule.warmup_steps=1000000",
             "schedule.warmup_steps=1000000 is more than training.steps=300: set it to 300 at most",
         ),
-        ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd' or 'adamw_8bit' (got 'adam')"),
+        ("optimizer.name=adam", "optimizer.name: Input should be 'adamw', 'sgd', 'adamw_8bit' or 'muon' (got 'adam')"),
+        ("schedule.decay_steps=9", "schedule: decay_steps=9 is for wsd, and name is 'cosine': leave one out"),
+        (
+            "schedule={name: wsd, warmup_steps: 100, decay_steps: 201}",
+            "schedule.decay_steps=201 is more than the 200 of training.steps that follow the warm-up: set it to 200",
+        ),
+        (
+            "optimizer.matrix_learning_rate=0.02",
+            "optimizer: matrix_learning_rate=0.02 is for muon, and name is 'adamw': leave one out",
+        ),
         ("optimizer.lr=0.1", "optimizer.lr: unknown key: remove it or correct its spelling"),
         ("training.step=5", "training.step: unknown key: remove it or correct its spelling (steps?)"),
         ("optimiser.name=sgd", "optimiser: unknown key: remove it or correct its spelling (optimizer?)"),

@@ -37,8 +37,7 @@ async def test_a_checkpoint_is_made_of_the_snapshots_that_entries_name(run):
 
 async def test_the_last_steps_checkpoint_is_waited_for(run, monkeypatch):
     """The run stands still there, and a peer may still be making its last update. No entry names these weights."""
-    training = run.manifest.training.model_copy(update={"steps": 60})
-    run.manifest = run.manifest.model_copy(update={"training": training})
+    run.watch.last_step = 60
     await run.add("a", 0, 60, own=True)
 
     async def sleep(seconds):

@@ -357,6 +357,8 @@ def writer_of(house, names):
 class Watch:
     """Sees the run as its peers do."""
 
+    last_step = 1000
+
     def __init__(self, house):
         self._house = house
         self.saved = []

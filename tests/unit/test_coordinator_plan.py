@@ -26,7 +26,7 @@ from coordinator.planning.stage_work import stage_works, widened_layer_flops
 from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.architecture import parse_model_config
-from swarm_peer.model.costs import optimizer_bytes
+from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.families import family_of
 from swarm_peer.model.partition import cut_stages
 from swarm_peer.model.resolved import ResolvedManifest
@@ -258,15 +258,16 @@ def _kept_bytes(config: dict[str, Any], num_layers: int, length: int = 32) -> fl
     return sum(kept.values()) / (2 * length)
 
 
-@pytest.mark.parametrize("optimizer", ["name=adamw", "name=sgd", "momentum=0.9"])
-def test_optimizer_state_is_as_large_as_said(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", ["name=adamw", "name=sgd", "momentum=0.9", "name=muon"])
+@pytest.mark.parametrize("share_layers", [False, True])
+def test_optimizer_state_is_as_large_as_said(optimizer: str, share_layers: bool) -> None:
     name = () if optimizer.startswith("name") else ("optimizer.name=sgd",)
-    manifest = manifest_of("demo", *name, f"optimizer.{optimizer}")
-    trainer = StageTrainer(ResolvedManifest.of(manifest), ResolvedManifest.of(manifest).specs[1])
-    state = trainer.state_template()
-    held = sum(tensor.nbytes for entry, tensor in state.items() if entry.startswith("optimizer/"))
-    parameters = sum(parameter.numel() for parameter in trainer.module.parameters())
-    assert optimizer_bytes(manifest.optimizer) * parameters == pytest.approx(held, rel=1e-3)
+    share = f"model.share_layers={str(share_layers).lower()}"
+    resolved = ResolvedManifest.of(manifest_of("demo", *name, f"optimizer.{optimizer}", share))
+    for spec, costs in zip(resolved.specs, stage_costs(resolved, "cuda"), strict=True):
+        state = StageTrainer(resolved, spec).state_template()
+        held = sum(tensor.nbytes for entry, tensor in state.items() if entry.startswith("optimizer/"))
+        assert costs.memory.optimizer_bytes == pytest.approx(held, rel=1e-3)
 
 
 def test_operations_and_bytes_of_a_run() -> None:

@@ -88,6 +88,7 @@ def test_wire_does_not_know_the_runtime_and_the_model(path):
                 "config",
                 "config_errors",
                 "errors",
+                "settings",
                 "addresses",
                 "token_marks",
             )
@@ -129,6 +130,8 @@ COORDINATOR_KNOWS = (
         "swarm_peer.cli",
         "swarm_peer.codecs",
         "swarm_peer.config",
+    "swarm_peer.peer_options",
+    "swarm_peer.settings",
         "swarm_peer.config_errors",
         "swarm_peer.errors",
         "swarm_peer.files",
@@ -136,6 +139,7 @@ COORDINATOR_KNOWS = (
         "swarm_peer.logs",
         "swarm_peer.policy",
         "swarm_peer.protocol",
+        "swarm_peer.settings",
         "swarm_peer.token_marks",
         "swarm_peer.wire",
     ),
@@ -230,7 +234,9 @@ def test_help_is_quick(command):
 
 def test_decisions_do_not_need_torch():
     modules = [module_of(path) for path in modules_under("swarm_peer/policy")]
-    modules += ["swarm_peer.config", "swarm_peer.errors", "swarm_peer.wire.records", "swarm_peer.wire.messages"]
+    modules += ["swarm_peer.config",
+    "swarm_peer.peer_options",
+    "swarm_peer.settings", "swarm_peer.errors", "swarm_peer.wire.records", "swarm_peer.wire.messages"]
     result = python(f"import sys, {', '.join(modules)}; print(sorted(set({HEAVY[:5]!r}) & set(sys.modules)))")
     assert result.stdout.strip() == "[]", result.stderr
 

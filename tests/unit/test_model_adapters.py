@@ -178,3 +178,15 @@ def test_a_section_that_cannot_work_is_refused(model, message):
     training = {"steps": 1, "global_batch_size": 1, "microbatch_size": 1}
     with pytest.raises(ValueError, match=message):
         RunManifest.model_validate({"name": "a", "model": {"adapter": {}} | model, "training": training} | sections)
+
+
+def test_muon_is_not_for_adapters():
+    sections = {
+        "stages": {"count": 1},
+        "data": {"sequence_length": 4},
+        "optimizer": {"learning_rate": 1, "name": "muon"},
+    }
+    training = {"steps": 1, "global_batch_size": 1, "microbatch_size": 1}
+    model = {"pretrained": "x", "adapter": {}}
+    with pytest.raises(ValueError, match=r"optimizer\.name=muon is for matrices that are trained whole"):
+        RunManifest.model_validate({"name": "a", "model": model, "training": training} | sections)

@@ -14,6 +14,7 @@ OPTIMIZERS = [
     {"name": "sgd", "learning_rate": 0.1, "momentum": 0.9},
     {"name": "adamw", "learning_rate": 0.01},
     {"name": "adamw_8bit", "learning_rate": 0.01},
+    {"name": "muon", "learning_rate": 0.01},
 ]
 
 

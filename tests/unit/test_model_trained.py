@@ -89,7 +89,7 @@ def differing(one, other):
 
 
 @EACH_MODE
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw_8bit", "muon"])
 def test_only_what_is_trained_moves(mode, optimizer):
     trainers = trainers_of(resolved_of(mode, optimizer=optimizer), 2)
     before = parameters(trainers[0])

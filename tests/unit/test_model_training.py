@@ -109,6 +109,25 @@ def test_stages_train_as_the_plain_model_does(config, num_stages):
         torch.testing.assert_close(trained[name], expected, rtol=0, atol=1e-6, msg=name)
 
 
+@EACH
+def test_muon_updates_alike_however_the_model_is_cut(config):
+    """Embedding and head are AdamW's, be they in a stage with layers or without most of them."""
+    config = config | {"initializer_range": 0.02}
+    optimizer = {"name": "muon", "learning_rate": 0.01, "weight_decay": 0.1}
+    whole, *cuts = (make_trainers(make_manifest(config, count, optimizer=optimizer)) for count in (1, 2, 3))
+    for step in range(4):
+        expected, _ = train_step(whole, step)
+        for trainers in cuts:
+            losses, _ = train_step(trainers, step)
+            assert torch.equal(losses, expected)
+    layers = whole[0].module.layers
+    for trainers in cuts:
+        assert all(torch.equal(value, weights_of(whole)[name]) for name, value in weights_of(trainers).items())
+        state = {name: value for trainer in trainers for name, value in trainer.state().items()}
+        of_muon = {name.split("/")[1] for name in state if name.endswith("/momentum_buffer")}
+        assert of_muon == {n for n, p in whole[0].trained.items() if n.startswith(layers) and p.ndim == 2}
+
+
 @pytest.mark.parametrize("options", [{"share_layers": True}, {"activation_checkpointing": True}])
 def test_training_lowers_the_loss(options):
     manifest = make_manifest(LLAMA, 2, model={"config": LLAMA} | options, optimizer={"learning_rate": 0.1})
@@ -476,7 +495,7 @@ def test_a_gradient_that_has_exploded_is_handed_on_at_the_largest_norm():
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_a_peer_that_loads_the_state_goes_on_the_same(name):
     manifest = make_manifest(optimizer={"name": name})
     trainers = make_trainers(manifest)
@@ -493,7 +512,7 @@ def test_a_peer_that_loads_the_state_goes_on_the_same(name):
     assert all(torch.equal(loaded[n], expected[n]) for n in expected)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_restart_is_a_beginning(name, num_steps):
     manifest = make_manifest(optimizer={"name": name})

@@ -20,10 +20,10 @@ from tiny_models import GPT2, LLAMA
 from tiny_tokenizers import save_tokenizer
 
 from coordinator.run.shared_base import base_giver, with_base
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import InvalidMessage, NotServing, UserError
 from swarm_peer.model.pretrained import ModelSource, WrongTensor
 from swarm_peer.model.training import StageTrainer
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.runtime import replica
 from swarm_peer.runtime.base import base_giver as base_giver_module
 from swarm_peer.runtime.base import base_index, base_sources

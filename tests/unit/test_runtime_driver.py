@@ -62,6 +62,9 @@ class Shop:
         self.round = None
         self.sums, self.count = torch.zeros(3), 0
 
+    async def begin(self, restart):
+        await self.discard()
+
     def open(self, number, standing):
         self.round = number
 

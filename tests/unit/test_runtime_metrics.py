@@ -17,8 +17,8 @@ from coordinator.cli import app as coordinator_app
 from coordinator.dashboard.place import parse_place
 from coordinator.run.coordinator_options import NodeOptions
 from swarm_peer.cli import app as peer_app
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import UserError
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.runtime.host import metrics
 from swarm_peer.runtime.host.metrics import PeerMetrics, count_logged_errors, serve_metrics
 

@@ -12,8 +12,9 @@ import torch
 from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, HubFailed, NotServing, UserError
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.view import UNDECIDED, PeerState
 from swarm_peer.runtime import mover as movers
 from swarm_peer.runtime.condition import Condition

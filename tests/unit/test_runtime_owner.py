@@ -17,8 +17,8 @@ import pytest
 from contexts import make_context, unparsed
 
 from swarm_peer.commands import pause as commands
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import UserError
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.owner import Hours, OwnerPolicy, Pause, Reason
 from swarm_peer.runtime import owner as owners
 from swarm_peer.runtime.host import running_peers as files

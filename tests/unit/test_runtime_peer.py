@@ -8,8 +8,9 @@ import torch
 from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
-from swarm_peer.config import PeerOptions, RunManifest
+from swarm_peer.config import RunManifest
 from swarm_peer.errors import HubFailed, UserError
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 from pydantic import ValidationError
 
-from swarm_peer.config import PeerOptions
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.runtime.host import preemption
 from swarm_peer.runtime.host.preemption import MAX_BODY_BYTES, wait_for_notice
 

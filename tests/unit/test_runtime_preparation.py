@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from coordinator.config_files import load_manifest
-from swarm_peer.config import PeerOptions
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.model.costs import stage_costs
 from swarm_peer.model.resolved import ResolvedManifest
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.stage_memory import RESERVED_BYTES
 from swarm_peer.runtime import startup
 from swarm_peer.runtime.host import preparation

@@ -93,7 +93,7 @@ async def test_an_update_is_there_for_a_second_newcomer_too(world, clock):
     assert (await world.fetch(donor, kind="update", min_round=3)).round_number == 3
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 async def test_replayed_updates_make_the_donors_state_bit_by_bit(world, name):
     config = {
         "model_type": "gpt2", "vocab_size": 17, "n_positions": 6, "n_embd": 8, "n_layer": 2, "n_head": 2,

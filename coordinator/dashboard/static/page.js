@@ -11,7 +11,7 @@ const ANSWER_MS = 5000;
 const KINDS = {
   joined: "+ joined", left: "− left", died: "✕ fell silent", moved: "→ moved", paused: "‖ paused", resumed: "▶ is back",
   stage_empty: "! stage empty",
-  stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", coordinator: "◇ coordinator",
+  stage_served: "✓ stage served", rewound: "↶ went back", checkpoint: "◆ checkpoint", decay: "↘ decay", coordinator: "◇ coordinator",
   stands_still: "! stands still", goes_on: "▶ goes on", trouble: "! in trouble", started: "▶ started", ended: "■ ended",
 };
 

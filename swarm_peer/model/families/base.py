@@ -91,17 +91,23 @@ def shapes_only() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Parameters, floating-point operations of the forward pass per token, and values of the largest parameter."""
+    """Parameters, floating-point operations of the forward pass per token, and values of the largest parameter.
+
+    Attributes:
+        matrices: those of the parameters that are matrices of layers
+    """
 
     parameters: int
     forward_flops: int
     largest_parameter: int
+    matrices: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.parameters + other.parameters,
             self.forward_flops + other.forward_flops,
             max(self.largest_parameter, other.largest_parameter),
+            self.matrices + other.matrices,
         )
 
 
@@ -259,7 +265,8 @@ class Family(ABC):
         layer = self.hollow_layer(index)
         matrices = sum(parameter.numel() for parameter in layer.parameters() if parameter.ndim > 1)
         sizes = _sizes(layer)
-        return Cost(sum(sizes), 2 * matrices + self.attention_flops(index, sequence_length), max(sizes))
+        flops = 2 * matrices + self.attention_flops(index, sequence_length)
+        return Cost(sum(sizes), flops, max(sizes), matrices)
 
     def attention_flops(self, index: int, sequence_length: int) -> int:
         """Operations per token that attend: an average token has T / 2 keys and values before it.

@@ -19,6 +19,7 @@ import torch
 
 from swarm_peer.errors import CallError, NotFinite, RoundClosed, UserError
 from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.policy.decay import last_step_of
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.trouble import Complaint, LaunchRecord, worst
 from swarm_peer.policy.view import SwarmView
@@ -214,7 +215,12 @@ class BatchLauncher:
 
     def _is_past_end(self, member: Member, number: int) -> bool:
         """Whether the run has no optimizer step that a round could make."""
-        return member.log.optimizer_step_at(number) >= self._manifest.training.steps
+        return member.log.optimizer_step_at(number) >= self._last_step(member)
+
+    def _last_step(self, member: Member) -> int:
+        """The optimizer step of the run's last weights."""
+        entries, num_stages = member.log.restart.entries, self._manifest.stages.count
+        return last_step_of(self._manifest.training.steps, entries, num_stages)
 
     def _has_room(self) -> bool:
         member, place = self._member(), self._place()
@@ -339,10 +345,12 @@ class BatchLauncher:
     # --- validation
 
     def _validation_is_due(self) -> bool:
+        if (member := self._member()) is None:
+            return False
         # Not the round that is worked at: the last weights are of one that nothing is trained in.
         entered = self._core.rounds.current
-        is_due = self._core.admission.is_open and self._manifest.training.validates_at(entered.step.optimizer_step)
-        return is_due and self._validated != _weights_of(entered)
+        is_due = self._manifest.training.validates_at(entered.step.optimizer_step, self._last_step(member))
+        return is_due and self._core.admission.is_open and self._validated != _weights_of(entered)
 
     async def _validate(self, entered: ReplicaRound) -> None:
         """Compute this seat's share of the validation loss, before its training microbatches of the round."""

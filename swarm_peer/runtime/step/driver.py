@@ -212,7 +212,7 @@ class RoundDriver:
         member = self._member()
         restart = member.log.restart
         self._shut()
-        await self._workplace.discard()
+        await self._workplace.begin(restart)
         self._results.clear()
         self.updates.clear()
         # Those of guests that it has been given since it has this place, or since the run has gone back, stay.

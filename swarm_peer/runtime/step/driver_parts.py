@@ -61,6 +61,9 @@ class Averager(Protocol):
 class Workplace(Protocol):
     """A stage's weights, gradient accumulator and microbatches."""
 
+    async def begin(self, restart: Restart) -> None:
+        """Empty the accumulator, and make the updates that follow as the run goes on from this restart."""
+
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
 

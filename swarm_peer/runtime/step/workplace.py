@@ -10,6 +10,7 @@ from torch import Tensor, empty_like, zeros_like
 
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ledger import Ledger
+from swarm_peer.policy.decay import Decay, decay_in
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import UpdateRecord
@@ -61,6 +62,14 @@ class StageWorkplace:
         self._updates = updates
         self._copied = copied
         self.result: StepResult | None = None
+
+    async def begin(self, restart: Restart) -> None:
+        """Empty the accumulator, and make the updates that follow as the run goes on from this restart."""
+        await self._in_device_thread(partial(self._begin, decay_in(restart.entries, self._context.resolved.num_stages)))
+
+    def _begin(self, decay: Decay | None) -> None:
+        self._discard()
+        self._trainer.decay = decay
 
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
