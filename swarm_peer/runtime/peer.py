@@ -108,7 +108,7 @@ class Peer:
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._opens = UNDECIDED  # the stage of the replica that is being made, or will be after a pause
         self._moved_from = UNDECIDED
-        self._is_resting = False
+        self.is_resting = False
         self._failure: UserError | None = None
         self._waits: Complaint | None = None  # for those who vote
 
@@ -287,14 +287,14 @@ class Peer:
         self._lifecycle.explain(self._lifecycle.pause_note)
         await self._context.threads.run(free_device_memory, self._device)
         log.warning("paused stage=%d reason=%s", stage, self._lifecycle.note)
-        self._is_resting = True
+        self.is_resting = True
         while not self._lifecycle.resumed.is_set():
             await self._directory.announce()
             with suppress(CallError):  # seldom: it only has to know whom agreement may hear of
                 await self._directory.refresh(range(self._manifest.stages.count))
             with anyio.move_on_after(self._manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME):
                 await self._lifecycle.resumed.wait()
-        self._is_resting = False
+        self.is_resting = False
         if self._lifecycle.has_ended:
             await self._say_goodbye()
             return
@@ -311,7 +311,7 @@ class Peer:
             stage=self._opens if replica is None else replica.stage,
             state=self._lifecycle.state.value,
             note=self._lifecycle.note,
-            is_at_rest=self._is_resting,
+            is_at_rest=self.is_resting,
             leaving_bytes=0 if replica is None else replica.leaving_bytes,
         )
 

@@ -59,6 +59,9 @@ from swarm_peer.wire.messages import STATE_CHUNK_BYTES
 
 log = logging.getLogger(__name__)
 
+# Of a link of which the owner lends a part, connections of others take this share of that at most.
+CARRIED_SHARE = 0.25
+
 # How long undecided newcomers wait for each other's announcements before they choose a stage.
 CHOOSING_S = 1.5
 # Room in a frame for the index of a state, and for headers.
@@ -177,6 +180,7 @@ async def _take_part(
             owner=owner,
             counted=counted,
         )
+        dht.p2p.may_carry = lambda: not peer.is_resting
         await peer.run(stage, ended)
         tasks.cancel_scope.cancel()
 
@@ -207,6 +211,7 @@ async def _owner_of(context: PeerContext, device: torch.device, link: Link) -> A
 def _open_dht(
     options: PeerOptions, entrance: Entrance, identity: Identity, identity_path: Path, metrics: PeerMetrics
 ) -> AbstractAsyncContextManager[SwarmDHT]:
+    lent = options.max_upload_mbps, options.max_download_mbps
     return SwarmDHT.open(
         initial_peers=entrance.addresses,
         invite=entrance.invite,
@@ -214,7 +219,8 @@ def _open_dht(
         first_port=FIRST_PORT_OF_PEERS,
         announce_maddrs=options.announce_maddrs,
         map_port=options.map_port,
-        relay_mbps=options.relay_mbps,
+        # Connections of others take both directions of the link that the owner lends, and come last.
+        relay_mbps=min([options.relay_mbps, *(CARRIED_SHARE * mbps for mbps in lent if mbps is not None)]),
         identity=identity,
         identity_path=identity_path,
         metrics=metrics,

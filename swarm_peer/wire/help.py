@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 from swarm_peer.errors import InvalidMessage, PeerUnreachable
@@ -108,12 +109,24 @@ def checked_addresses(values: tuple[Any, ...]) -> tuple[str, ...]:
         if not isinstance(value, str) or len(value) > MAX_ADDRESS_CHARS:
             raise InvalidMessage("help: an address that is none")
         match value.split("/"):
-            case ["", "ip4" | "ip6", _, "tcp", port] if port.isdecimal():
-                continue
-            case ["", "ip4" | "ip6", _, "udp", port, "quic-v1"] if port.isdecimal():
+            case ["", "ip4" | "ip6" as family, host, "tcp", port] | [
+                "",
+                "ip4" | "ip6" as family,
+                host,
+                "udp",
+                port,
+                "quic-v1",
+            ] if _is_endpoint(int(family[2]), host, port):
                 continue
         raise InvalidMessage(f"help: {value!r:.80} is no address to dial")
     return values
+
+
+def _is_endpoint(version: int, host: str, port: str) -> bool:
+    try:
+        return ip_address(host).version == version and "%" not in host and 0 < int(port) < 65536
+    except ValueError:
+        return False
 
 
 def _is_rate(value: int) -> bool:

@@ -130,8 +130,8 @@ COORDINATOR_KNOWS = (
         "swarm_peer.cli",
         "swarm_peer.codecs",
         "swarm_peer.config",
-    "swarm_peer.peer_options",
-    "swarm_peer.settings",
+        "swarm_peer.peer_options",
+        "swarm_peer.settings",
         "swarm_peer.config_errors",
         "swarm_peer.errors",
         "swarm_peer.files",
@@ -234,9 +234,14 @@ def test_help_is_quick(command):
 
 def test_decisions_do_not_need_torch():
     modules = [module_of(path) for path in modules_under("swarm_peer/policy")]
-    modules += ["swarm_peer.config",
-    "swarm_peer.peer_options",
-    "swarm_peer.settings", "swarm_peer.errors", "swarm_peer.wire.records", "swarm_peer.wire.messages"]
+    modules += [
+        "swarm_peer.config",
+        "swarm_peer.peer_options",
+        "swarm_peer.settings",
+        "swarm_peer.errors",
+        "swarm_peer.wire.records",
+        "swarm_peer.wire.messages",
+    ]
     result = python(f"import sys, {', '.join(modules)}; print(sorted(set({HEAVY[:5]!r}) & set(sys.modules)))")
     assert result.stdout.strip() == "[]", result.stderr
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
+from unittest.mock import AsyncMock
 
 import anyio
 import msgpack
@@ -17,7 +18,15 @@ from tiny_swarms import until
 from swarm_peer.errors import CallError, InvalidMessage, NotAdmitted, PeerUnreachable
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.carrying import Ends, Rate, carry
-from swarm_peer.runtime.network.meetings import HELPED, HELPER, MOST_HELPED_EACH, Carrier, Meetings, seen_at
+from swarm_peer.runtime.network.meetings import (
+    HELPED,
+    HELPER,
+    MOST_MET_EACH,
+    MOST_TOLD_EACH,
+    Carrier,
+    Meetings,
+    seen_at,
+)
 from swarm_peer.wire.help import MAX_ADDRESSES, HelpAnswer, HelpRequest
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.packing import unpack
@@ -75,6 +84,9 @@ class Passes:
         self.own_pass = me.encode()
         self.strangers = strangers
 
+    def check_told(self, peer_id, shown):
+        self.check(peer_id, shown)
+
     def check(self, peer_id, shown):
         if peer_id in self.strangers or shown != peer_id.encode():
             raise NotAdmitted(f"{peer_id} is a stranger")
@@ -96,6 +108,7 @@ class Net:
         self.nodes = {}
         self.handlers = {}
         self.dialled = {A: [], B: [], HELP: []}
+        self.carried_at = {}
 
     def client(self, me):
         return Client(self, me)
@@ -123,6 +136,7 @@ class Net:
         async def accept(reader, writer):
             other = (await reader.readline()).decode().strip()
             self.links.add(frozenset((me, other)))
+            self.carried_at[me, other] = f"/ip4/127.0.0.1/tcp/{writer.get_extra_info('peername')[1]}"
             writer.write(await reader.readline())  # an echo, for who looks whether bytes go both ways
             if not await reader.read(1):
                 self.links.discard(frozenset((me, other)))
@@ -140,6 +154,9 @@ class Client:
         self.passes = Passes(me, net.strangers)
         self.opened = []
         self.can_be_dialled = {HELP: True}.get
+        self.announced = {HELP: [SEEN[HELP]]}.get
+        self.initial = frozenset()
+        self.may_carry = lambda: True
         self.num_carried = 0
         self.redialled = []
 
@@ -156,7 +173,8 @@ class Client:
         self.net.handlers[self.me, name] = handler
 
     async def connections(self):
-        return {other: [SEEN[other]] for link in self.net.links if self.me in link for other in link - {self.me}}
+        others = [other for link in self.net.links if self.me in link for other in link - {self.me}]
+        return {other: [self.net.carried_at.get((self.me, other), SEEN[other])] for other in others}
 
     async def open_stream(self, other, protocol):
         if frozenset((self.me, other)) not in self.net.links:
@@ -173,6 +191,7 @@ class Client:
                 writer.write(f"{self.me}\nhello\n".encode())
                 self.opened.append((reader, writer))
                 assert await reader.readline() == b"hello\n"
+                self.net.carried_at[self.me, other] = address
                 return
         if not (self.net.opens and SEEN[self.me] in self.net.dialled[other] and SEEN[other] in addresses):
             await anyio.sleep_forever()
@@ -199,13 +218,14 @@ async def test_where_that_fails_a_third_one_carries_their_connection(mode, monke
             if mode == "both ask":
                 tasks.start_soon(nodes[B].reach, A, [])
         assert frozenset((A, B)) in net.links
-        carrier = Carrier(HELP, 1e6)
+        await until(lambda: nodes[A].carriers and nodes[B].carriers)
+        carrier = Carrier(HELP, 1000000)
         assert (nodes[A].carriers, nodes[B].carriers) == ({B: carrier}, {A: carrier}), "one connection is enough"
         assert nodes[HELP]._p2p.num_carried > len("hello\nhello\n")
         opened = nodes[A]._p2p.opened + nodes[B]._p2p.opened
         assert len(opened) == 1
         opened[0][1].close()
-        await until(lambda: not (nodes[A].carriers or nodes[B].carriers or nodes[HELP]._num_relayed))
+        await until(lambda: not (nodes[A].carriers or nodes[B].carriers or nodes[HELP]._relays.num_held))
 
 
 async def test_an_owner_may_have_nothing_carried(monkeypatch, caplog):
@@ -238,16 +258,59 @@ async def test_a_stranger_is_refused_as_a_client_and_as_a_target(is_relay):
 async def test_nobody_takes_more_than_some_of_a_helpers_places():
     net = Net()
     async with net.running() as nodes:
-        held = []
-        for _ in range(MOST_HELPED_EACH):
-            held.append(nodes[HELP]._place(A))
-            held[-1].__enter__()
-        with pytest.raises(PeerUnreachable, match="too many"):
-            await nodes[A]._ask(HELP, HELPER, HelpRequest(A.encode(), False, B))
-        await nodes[B].reach(A, [])
+        with ExitStack() as held:
+            for _ in range(MOST_MET_EACH):
+                held.enter_context(nodes[HELP]._met.hold(A))
+            with pytest.raises(PeerUnreachable, match="too many"):
+                await nodes[A]._ask(HELP, HELPER, HelpRequest(A.encode(), False, B))
+            await nodes[B].reach(A, [])
         assert frozenset((A, B)) in net.links, "there is room for others"
-        for place in held:
-            place.__exit__(None, None, None)
+
+
+async def test_what_one_has_others_told_takes_no_place_of_another():
+    """A member has the helper tell B of it again and again; B has places for others that the helper tells of."""
+    net = Net()
+    async with net.running() as nodes:
+        with ExitStack() as held:
+            for _ in range(MOST_TOLD_EACH):
+                held.enter_context(nodes[B]._told.hold((HELP, "somebody")))
+            await nodes[A].reach(B, [])
+        assert frozenset((A, B)) in net.links
+
+
+async def test_nobody_is_believed_in_whom_a_carried_connection_leads_to(monkeypatch):
+    """HELP says that A is at the other end, and it is itself: no carrier of A is noted, and a direct way stays."""
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.CONNECT_S", 0.1)
+    net = Net()
+    async with net.running() as nodes:
+        answer, ends = await nodes[HELP]._ask(B, HELPED, HelpRequest(HELP.encode(), True, A, A.encode(), (), 1))
+        assert answer.shown == B.encode()
+        ends.writer.write(f"{HELP}\nhello\n".encode())
+        assert await ends.reader.readline() == b"hello\n"
+        assert not nodes[B].carriers
+        ends.writer.close()
+
+
+async def test_strangers_are_asked_for_no_help():
+    net = Net()
+    async with net.running() as nodes:
+        nodes[A]._p2p.announced = {}.get
+        assert await nodes[A]._helpers(B) == []
+        nodes[A]._p2p.initial = frozenset([HELP])
+        assert await nodes[A]._helpers(B) == [HELP]
+
+
+@pytest.mark.parametrize("fault", [PeerUnreachable("no answer"), OSError("no descriptor is free")])
+async def test_a_daemon_that_fails_once_ends_one_search_alone(fault, monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.AGAIN_S", (0.0,))
+    net = Net()
+    async with net.running() as nodes:
+        connections = nodes[A]._p2p.connections
+        nodes[A]._p2p.connections = AsyncMock(side_effect=fault)
+        await nodes[A].reach(B, [])
+        nodes[A]._p2p.connections = connections
+        await nodes[A].reach(B, [])
+        assert frozenset((A, B)) in net.links
 
 
 async def test_bytes_pass_both_ways_at_a_rate_and_one_end_ends_both():
@@ -277,6 +340,7 @@ async def test_a_carried_connection_gives_way_to_a_direct_one_and_not_again_and_
         await nodes[A]._improve()
         assert not nodes[A]._p2p.redialled, "nobody can dial it"
         nodes[A]._p2p.can_be_dialled = {HELP: True, B: True}.get
+        await until(lambda: B in nodes[A].carriers)
         await nodes[A]._improve()
         await nodes[A]._improve()
         assert nodes[A]._p2p.redialled == ["disconnect", "dial"]

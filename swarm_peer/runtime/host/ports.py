@@ -95,7 +95,10 @@ def _check_is_free(address: str) -> None:
     """Raise PortTaken if the port is taken: libp2p's daemon would report nothing, and never become ready."""
     match address.split("/"):
         case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
-            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):  # QUIC is over UDP
+            # QUIC is over UDP; where this machine alone may come, there is none.
+            is_local = host.startswith("127.") or host == "::1"
+            kinds = (socket.SOCK_STREAM,) if is_local else (socket.SOCK_STREAM, socket.SOCK_DGRAM)
+            for kind in kinds:
                 with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET, kind) as probe:
                     if kind is socket.SOCK_STREAM:
                         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

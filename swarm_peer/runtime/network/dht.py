@@ -381,9 +381,11 @@ async def _start_daemon(
         identity_path=str(identity_path),
         check_if_identity_free=False,
         nat_port_map=map_port and bool(elsewhere),
-        # libp2p's own help for nodes behind routers is there for strangers as well; see meetings.py.
+        # libp2p's own help for nodes behind routers is there for strangers as well; see meetings.py. A daemon that
+        # takes itself for public, as a stranger can have it do, would begin to relay, whoever answers those who ask.
         auto_nat=False,
         use_relay=False,
+        force_reachability="private",
         startup_timeout=START_TIMEOUT_S,
     )
     p2p.passes = passes

@@ -85,6 +85,10 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     can_be_dialled: Callable[[str], bool | None] = staticmethod(lambda peer_id: None)
     # Told of bytes that this node has carried for others.
     carried: Callable[[int], None] = staticmethod(lambda num_bytes: None)
+    # Whether the machine's owner has this node carry for others now.
+    may_carry: Callable[[], bool] = staticmethod(lambda: True)
+    # The ids of the peers that this node's operator has named, to join by.
+    initial: frozenset[str] = frozenset()
     # Finds ways to those that cannot be dialled, by their id and the addresses that they announce.
     reach: Callable[[str, Sequence[str]], Awaitable[None]] | None = None
     _pacing: asyncio.Task[None] | None = None
@@ -177,6 +181,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
                 reasons.append(f"{error!r:.200}")
 
         peer_ids = {peer_id for _, _, peer_id in found}
+        self.initial = frozenset(peer_ids)
         async with anyio.create_task_group() as tasks:
             for peer_id in peer_ids:
                 tasks.start_soon(connect, peer_id)

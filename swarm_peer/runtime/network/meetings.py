@@ -20,8 +20,8 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import anyio
@@ -33,6 +33,7 @@ from swarm_peer.runtime.network.carrying import Ends, Rate, carry
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, StreamHandler
 from swarm_peer.runtime.network.peer_addresses import by_quic, by_tcp, is_dialable, is_loopback
+from swarm_peer.runtime.network.places_held import Places
 from swarm_peer.runtime.network.short_messages import receive, send, taken
 from swarm_peer.wire.help import MAX_ADDRESSES, HelpAnswer, HelpRequest
 
@@ -42,9 +43,11 @@ HELPER = "/swarm/help/1"
 HELPED = "/swarm/helped/1"
 # Nodes that are asked to help one after the other, and how long one may take.
 MOST_HELPERS = 3
-HELP_TIMEOUT_S = 5.0
+HELP_TIMEOUT_S = 3.0
+# Of these, those by which the two try to meet.
+MOST_MEETINGS = 2
 # For both ends to dial each other: a few round trips of the furthest peers. A first call waits for it.
-PUNCH_S = 3.0
+PUNCH_S = 2.0
 # Between looks whether a node has connected that is being dialled.
 LOOK_S = 0.05
 # Over a relay, or by an address that has answered before.
@@ -55,10 +58,18 @@ AGAIN_S = (15.0, 30.0, 60.0, 120.0)
 IMPROVE_S = 10.0
 # A direct way that was not there is looked for again after so long: each time, calls under way are made again.
 BETTER_AGAIN_S = 900.0
-# Wishes that this node sees to at a time, and those of one other.
-MOST_HELPED = 64
-MOST_HELPED_EACH = 8
+# Streams of others whose first message has not been read: anybody can open some.
+MOST_UNREAD = 32
+MOST_UNREAD_EACH = 2
+# Wishes of others to meet that this node sees to at a time, those of one of them, and what it carries in the same way.
+MOST_MET = 64
+MOST_MET_EACH = 8
 MOST_RELAYED = 32
+MOST_RELAYED_EACH = 8
+# Nodes that want to reach this one, by the word of helpers. Anybody may pass on the pass of another one, so that places
+# are held by both together.
+MOST_TOLD = 128
+MOST_TOLD_EACH = 4
 
 
 def seen_at(connections: Sequence[str]) -> tuple[str, ...]:
@@ -94,7 +105,7 @@ class Meetings:
         self,
         *,
         p2p: GuardedP2P,
-        door: tuple[str, int],
+        door: tuple[str, int] | None,
         relay_bytes_per_s: float,
         own_addresses: Callable[[], Sequence[str]],
         metrics: PeerMetrics,
@@ -102,7 +113,7 @@ class Meetings:
         """Make what knows nobody yet.
 
         Args:
-            door: host and port at which this node's daemon accepts connections of TCP from this machine
+            door: host and port at which this node's daemon accepts connections of TCP from this machine, if known
             relay_bytes_per_s: that this node carries for others; 0 for none
             own_addresses: where this machine may be dialled, as far as it knows
         """
@@ -117,8 +128,10 @@ class Meetings:
         self._failures: Counter[str] = Counter()
         self._not_before_s: dict[str, float] = {}
         self._improved_s: dict[str, float] = {}
-        self._helped: Counter[str] = Counter()
-        self._num_relayed = 0
+        self._unread = Places(MOST_UNREAD, MOST_UNREAD_EACH)
+        self._met = Places(MOST_MET, MOST_MET_EACH)
+        self._relays = Places(MOST_RELAYED, MOST_RELAYED_EACH)
+        self._told = Places(MOST_TOLD, MOST_TOLD_EACH)
         self._relayed = Rate(relay_bytes_per_s or 1.0, self._count)
         self._metrics = metrics
         self.carriers: dict[str, Carrier] = {}
@@ -140,8 +153,14 @@ class Meetings:
         Calls that are under way there fail, as if the relay had gone, and are made again.
         """
         now_s = anyio.current_time()
+        try:
+            connections = await self._p2p.connections()
+        except PeerUnreachable:
+            return
         for name, carrier in list(self.carriers.items()):
             # Some routers are open to those alone who told the node that its port is open.
+            if seen_at(connections.get(name, ())):
+                continue  # there is a direct way as well
             if self._p2p.can_be_dialled(name) and now_s >= self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
                 self._improved_s[name] = now_s
                 log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
@@ -193,7 +212,8 @@ class Meetings:
             try:
                 how = await self._find(name, addresses)
             except CallError as error:
-                pause_s = AGAIN_S[min(self._failures[name], len(AGAIN_S) - 1)]
+                # Two that look for each other must not pause in step.
+                pause_s = AGAIN_S[min(self._failures[name], len(AGAIN_S) - 1)] * self._rng.uniform(0.7, 1.3)
                 self._failures[name] += 1
                 self._not_before_s[name] = anyio.current_time() + pause_s
                 # Such a peer may only have gone: its announcement lasts some seconds longer.
@@ -205,7 +225,11 @@ class Meetings:
                     pause_s,
                     error,
                 )
+            except Exception:  # a defect, or no descriptor is free: that must not end the ways of others
+                log.exception("search_failed peer=%s", name)
+                self._not_before_s[name] = anyio.current_time() + AGAIN_S[-1]
             else:
+                self._not_before_s.pop(name, None)
                 del self._failures[name]
                 log.info("way_found peer=%s way=%s", name, how)
         finally:
@@ -220,22 +244,19 @@ class Meetings:
         """
         helpers = await self._helpers(name)
         reasons = []
-        for helper in helpers:
+        for helper in helpers[:MOST_MEETINGS]:
             try:
                 met = await self._ask_to_meet(helper, name)
                 log.debug("meeting peer=%s addresses=%s", name, " ".join(met))
                 await self._connect(name, [*addresses, *met], PUNCH_S)
                 return "direct"
-            except PeerUnreachable as error:
+            except CallError as error:
                 reasons.append(f"{helper[-8:]}: {error}")
-            except CallTimeout as error:  # the ends have dialled in vain, and would again
-                reasons.append(f"{helper[-8:]}: {error}")
-                break
         if not helpers:
             await self._connect(name, addresses, PUNCH_S)
             return "direct"
         log.debug("not_met peer=%s reasons=%s", name, "; ".join(reasons))
-        for helper in helpers:
+        for helper in reversed(helpers):  # one that has told wrong addresses comes last
             try:
                 await self._connect_through(helper, name)
                 return f"through {helper}"
@@ -244,12 +265,12 @@ class Meetings:
         raise PeerUnreachable("; ".join(reasons))
 
     async def _helpers(self, name: str) -> list[str]:
-        """Nodes to ask for help: those that can be dialled first, then those of whom that is not known."""
+        """Members to ask for help: those that can be dialled first, then initial peers, such as the coordinator."""
         connected = [peer for peer, at in (await self._p2p.connections()).items() if seen_at(at) and peer != name]
         self._rng.shuffle(connected)
-        known = {peer: self._p2p.can_be_dialled(peer) for peer in connected}
-        chosen = [peer for peer in connected if known[peer]] + [peer for peer in connected if known[peer] is None]
-        return chosen[:MOST_HELPERS]
+        dialable = [peer for peer in connected if self._p2p.announced(peer) and self._p2p.can_be_dialled(peer)]
+        initial = [peer for peer in connected if peer in self._p2p.initial and peer not in dialable]
+        return [*dialable, *initial][:MOST_HELPERS]
 
     async def _connect(self, name: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Have the daemon dial a node, which may dial this one meanwhile; returns once they are connected.
@@ -275,11 +296,16 @@ class Meetings:
 
                 tasks.start_soon(dial)
                 # The daemon's dial does not end by the other's, and it tells of no connection.
-                while name not in await self._p2p.connections():  # noqa: ASYNC110
+                while not await self._is_connected(name):  # noqa: ASYNC110
                     await anyio.sleep(LOOK_S)
                 tasks.cancel_scope.cancel()
                 return
         raise CallTimeout(f"dialled in vain: {reason}")
+
+    async def _is_connected(self, name: str) -> bool:
+        with suppress(PeerUnreachable):
+            return name in await self._p2p.connections()
+        return False
 
     async def _ask(self, helper: str, protocol: str, request: HelpRequest) -> tuple[HelpAnswer, Ends]:
         """Ask something of a connected node. The caller closes the stream.
@@ -322,72 +348,76 @@ class Meetings:
                 writer.close()
                 return
             is_taken = True
-            self._tasks.start_soon(self._carry_own, name, carrier, Ends(reader, writer), ends)
+            self._tasks.start_soon(
+                self._carry_own, name, carrier, writer.get_extra_info("sockname")[1], Ends(reader, writer), ends
+            )
 
-        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        server: asyncio.Server | None = None
         try:
+            server = await asyncio.start_server(accept, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
             with on_network(CONNECT_S, errors=(Exception,)):
                 await self._p2p.connect(name, [f"/ip4/127.0.0.1/tcp/{port}"])
         finally:
-            server.close()
+            if server is not None:
+                server.close()
             if not is_taken:
                 ends.writer.close()
 
-    async def _carry_own(self, name: str, carrier: Carrier, daemon: Ends, ends: Ends) -> None:
-        """Carry this node's own connection to a node between its daemon and the helper, until it ends."""
-        self.carriers[name] = carrier
-        try:
-            await carry(daemon, ends)
-        finally:
-            self.carriers.pop(name, None)
-            log.info("way_ended peer=%s way=through %s", name, carrier.helper)
+    async def _carry_own(self, name: str, carrier: Carrier, port: int, daemon: Ends, ends: Ends) -> None:
+        """Carry this node's own connection to a node between its daemon and the helper, until it ends.
+
+        Args:
+            port: of this end, as the daemon sees it. Others name whom they like; that it is the node that is at the
+                other end is true once the daemon has made sure of it
+        """
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._note_carrier, name, carrier, f"/ip4/127.0.0.1/tcp/{port}")
+            try:
+                await carry(daemon, ends)
+            finally:
+                tasks.cancel_scope.cancel()
+                if self.carriers.get(name) is carrier:
+                    del self.carriers[name]
+                    log.info("way_ended peer=%s way=through %s", name, carrier.helper)
+
+    async def _note_carrier(self, name: str, carrier: Carrier, address: str) -> None:
+        with anyio.move_on_after(CONNECT_S), suppress(PeerUnreachable):
+            while address not in (await self._p2p.connections()).get(name, ()):  # noqa: ASYNC110
+                await anyio.sleep(LOOK_S)
+            self.carriers[name] = carrier
 
     def _own_plain(self) -> tuple[str, ...]:
-        return tuple(address for address in self._own_addresses() if not is_loopback(address))[:MAX_ADDRESSES]
+        plain = [
+            each for each in self._own_addresses() if each.startswith(("/ip4/", "/ip6/")) and not is_loopback(each)
+        ]
+        return tuple(plain[:MAX_ADDRESSES])
 
     # --- to help
 
     def _count(self, num_bytes: int) -> None:
+        if not self._p2p.may_carry():
+            raise PeerUnreachable("its owner has it carry nothing any more")
         self._metrics.carried_bytes.inc(num_bytes)
         self._p2p.carried(num_bytes)
 
-    @contextmanager
-    def _place(self, peer_id: str) -> Iterator[None]:
-        """Hold one of the places that there are for a node, and for all."""
-        if self._helped.total() >= MOST_HELPED or self._helped[peer_id] >= MOST_HELPED_EACH:
-            raise NoRoom("this node helps too many others already")
-        self._helped[peer_id] += 1
-        try:
-            yield
-        finally:
-            self._helped[peer_id] -= 1
-            self._helped += Counter()  # drops those without any
-
-    @contextmanager
-    def _relay_place(self) -> Iterator[None]:
-        if not self._relay_bytes_per_s:
-            raise NoRoom("its owner has it relay nothing")
-        if self._num_relayed >= MOST_RELAYED:
-            raise NoRoom("this node relays for too many others already")
-        self._num_relayed += 1
-        try:
-            yield
-        finally:
-            self._num_relayed -= 1
+    async def _read(self, peer_id: str, ends: Ends) -> HelpRequest:
+        with self._unread.hold(peer_id), on_network(HELP_TIMEOUT_S, is_closing=ends.writer.is_closing):
+            return HelpRequest.parse(await receive(ends.reader, "help"))
 
     async def _help(self, peer_id: str, seen: str, ends: Ends) -> None:
         """Be the helper of a node: pass its wish on to the node that is to be reached."""
-        with on_network(HELP_TIMEOUT_S, is_closing=ends.writer.is_closing):
-            request = HelpRequest.parse(await receive(ends.reader, "help"))
+        request = await self._read(peer_id, ends)
         self._p2p.passes.check(peer_id, request.shown)  # before a place is taken, which strangers could hold
         try:
-            with self._place(peer_id), self._relay_place() if request.is_relay else nullcontext():
+            if request.is_relay and not (self._relay_bytes_per_s and self._p2p.may_carry()):
+                raise NoRoom("its owner has it relay nothing")
+            with (self._relays if request.is_relay else self._met).hold(peer_id):
                 at = seen_at((await self._p2p.connections()).get(request.other, ()))
                 if not at:
                     raise PeerUnreachable("this node has no connection of its own to it")
                 where = (*seen_at([seen]), *request.addresses)[:MAX_ADDRESSES]
-                share = int(self._relay_bytes_per_s / max(1, self._num_relayed))
+                share = int(self._relay_bytes_per_s / max(1, self._relays.num_held))
                 passed_on = HelpRequest(
                     self._p2p.passes.own_pass, request.is_relay, peer_id, request.shown, where, share
                 )
@@ -408,13 +438,12 @@ class Meetings:
     async def _be_reached(self, helper: str, seen: str, ends: Ends) -> None:
         """Be the node that another one wants to reach, by a helper's word."""
         del seen
-        with on_network(HELP_TIMEOUT_S, is_closing=ends.writer.is_closing):
-            request = HelpRequest.parse(await receive(ends.reader, "help"))
+        request = await self._read(helper, ends)
         passes = self._p2p.passes
         passes.check(helper, request.shown)
-        passes.check(request.other, request.other_shown)
+        passes.check_told(request.other, request.other_shown)
         try:
-            with self._place(helper):
+            with self._told.hold((helper, request.other)):
                 if request.is_relay:
                     await self._be_relayed(request.other, Carrier(helper, request.bytes_per_s), ends)
                 else:
@@ -428,11 +457,14 @@ class Meetings:
         # Both may look for each other at once, and one connection is enough.
         if other in self._searches and self._me < other:
             raise NoRoom("this node is about to reach the other one itself")
+        if self._door is None:
+            raise NoRoom("this node does not know where it listens itself")
         with on_network(HELP_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(*self._door)
         with closing(writer):
             await self._answer(ends, HelpAnswer(shown=self._p2p.passes.own_pass))
-            await self._carry_own(other, carrier, Ends(reader, writer), ends)
+            port = writer.get_extra_info("sockname")[1]
+            await self._carry_own(other, carrier, port, Ends(reader, writer), ends)
 
     async def _refuse(self, ends: Ends, error: CallError) -> None:
         await self._answer(ends, HelpAnswer(refusal=str(error)[:200]))

@@ -74,6 +74,15 @@ class PassChecker:
         self._count(known)
         return known
 
+    def check_told(self, peer_id: str, data: bytes) -> None:
+        """Check the pass of a peer that somebody else shows: whoever has seen it can, so the peer need not be here.
+
+        Raises:
+            NotAdmitted: the peer may not take part
+        """
+        if self._run_id is not None and peer_id != self._run_id:
+            self._holding(peer_id, data)
+
     def check_own(self, peer_id: str) -> None:
         """Check this node's own pass; how many others came by its ticket is for those to say who let it in.
 

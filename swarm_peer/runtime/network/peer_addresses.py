@@ -68,18 +68,14 @@ def host_of(address: str) -> str:
     return address.split("/")[2]
 
 
-def door_of(addresses: Sequence[str]) -> tuple[str, int]:
-    """Host and port at which this machine itself connects to a node that listens on such addresses by TCP.
-
-    Raises:
-        ValueError: it listens on none
-    """
+def door_of(addresses: Sequence[str]) -> tuple[str, int] | None:
+    """Host and port at which this machine itself connects to a node that listens on such addresses by TCP, if any."""
     for address in sorted(addresses, key=is_loopback, reverse=True):
         match address.split("/"):
             case ["", "ip4" | "ip6", host, "tcp", port, *_]:
                 any_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}
                 return any_of.get(host, host), int(port)
-    raise ValueError(f"no address of TCP among {addresses}")
+    return None
 
 
 def is_public(address: str) -> bool:
@@ -135,7 +131,7 @@ def is_dialable(address: str, own: Sequence[str]) -> bool:
     if isinstance(host, IPv6Address):
         host = host.ipv4_mapped or host
     if host.is_loopback:
-        return all(map(is_loopback, own))
+        return bool(own) and all(map(is_loopback, own))
     return not (host.is_unspecified or host.is_multicast or host.is_link_local or host.is_reserved)
 
 
