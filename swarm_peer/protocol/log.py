@@ -361,6 +361,10 @@ class Log:
         """Those of a round and later ones."""
         return tuple(self._committed[max(0, number - self._first_round) :])
 
+    def after(self, head: str) -> tuple[Committed, ...]:
+        """Those after an entry, by its hash; none if it is none of these."""
+        return self.since(next((number for number, known in self.heads().items() if known == head), self.next_round))
+
     @property
     def next_round(self) -> int:
         """The round whose entry comes next."""

@@ -213,8 +213,7 @@ class Member:
         if ledger is not None:
             self.ledger = ledger
         elif self.ledger is not None:
-            rounds = {head: number for number, head in self.log.heads().items()}
-            for committed in self.log.since(rounds.get(self.state, self.log.next_round)):
+            for committed in self.log.after(self.state):
                 if self.state == state:
                     break
                 self._apply(committed)
@@ -401,10 +400,9 @@ class Member:
     def begin_anew(self, restart: Restart) -> None:
         """Go back with the run: all that belonged to the time before is void."""
         self.work.give_up(self.log.next_round)
-        self.work.lost += self.work.guests.values()
         self.log, self.state, self.ledger = Log(self.stage, restart), "", None
         self.reign = self._newest_reign = None
-        self.work.guests, self.closes, self.is_lost, self.granted = {}, {}, False, None
+        self.closes, self.is_lost, self.granted = {}, False, None
 
     # --- what it says
 

@@ -283,14 +283,19 @@ class Work:
         """Give up all that was computed in open rounds.
 
         Args:
-            log: that takes the place of the one before, and may hold some of it
+            log: that takes the place of the one before, and may hold some of it; None if what others have given this
+                seat is given up, too
         """
         for number in sorted({next_round, *self.open}):
             if (own := self.own(number)) is not None:
                 self.lost.append(own)
             self._carried = Computed()
         self.open = {}
-        if log is not None:
+        if log is None:
+            # A leaving seat gives its work to one stage-mate, and to another one only if it heard no answer.
+            self.lost += self.guests.values()
+            self.guests = {}
+        else:
             # Nobody knows the heads that these were computed from: they may be none of this log.
             for name in [name for name, guest in self.guests.items() if not guest.base]:
                 self.lost.append(self.guests.pop(name))

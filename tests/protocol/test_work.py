@@ -126,6 +126,16 @@ def test_what_others_have_given_in_a_period_is_lost_with_the_log(work):
     assert [each.name for each in work.lost] == [in_a_period]
 
 
+def test_what_others_have_given_is_lost_with_the_place(work):
+    """Nobody else may have it: its author has left since."""
+    compute(work, 0, 0)
+    name = Name(OTHER, LAST)
+    work.guests[name] = Contribution(name, 3, (), base(LAST))
+    work.give_up(0)
+    assert work.guests == {}
+    assert [(each.name.seat, each.weight) for each in work.lost] == [(ME, 1), (OTHER, 3)]
+
+
 def test_a_run_is_over_with_its_last_update():
     work, log = Work(ME, context(last_step=0)), Log(0, BEGINNING)
     assert work.is_over(log)

@@ -19,7 +19,7 @@ from swarm_peer.policy.data.ranges import SampleId, WindowRange
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.grants import Reads
-from swarm_peer.protocol.log import Contribution, HandedOver, Name
+from swarm_peer.protocol.log import Contribution, HandedOver, Log, Name, base_of
 from swarm_peer.protocol.statements import Seat, Signed
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.state.states import Taken
@@ -466,11 +466,11 @@ class Lagging:
     def __init__(self):
         entry = SimpleNamespace(cut=SimpleNamespace(averages=True), hash="new")
         log = SimpleNamespace(restart=BEGINNING, next_round=5, heads=lambda: {4: "old", 5: "new"})
-        log.since = lambda number: [SimpleNamespace(entry=entry)] if number < 5 else []
+        log.after = lambda head: [SimpleNamespace(entry=entry)] if head == "old" else []
         self.state, self.is_behind, self.log, self.ledger = "old", True, log, None
         self.members, self.epoch, self.resigned = {1: self}, SimpleNamespace(roster=lambda stage: "ab"), []
         self.resign = self.resigned.append
-        self.work = SimpleNamespace(void_all=lambda number: None)
+        self.work = SimpleNamespace(void_all=lambda number: None, guests=())
         self.prepared = []
         self.prepare = lambda *state: self.prepared.append(state)
 
@@ -501,6 +501,78 @@ def test_a_seat_whose_stage_mates_lack_the_same_update_gives_up_its_place():
         clock.now += driver_module.PATIENCE_S + 1
         await driver._try(driver._catch_up)
         assert core.resigned == [1]
+
+    anyio.run(run)
+
+
+def test_a_seat_takes_the_updates_of_entries_that_come_while_others_travel():
+    """A state is older than these where rounds are quicker than its download: the seat would never catch up."""
+
+    async def run():
+        core, taken = Lagging(), []
+        entries = [SimpleNamespace(cut=SimpleNamespace(averages=True), hash=each) for each in ("newer", "new")]
+        missing = {"old": entries[:1], "newer": []}
+        core.log.after = lambda head: [SimpleNamespace(entry=each) for each in missing.get(head, [])]
+
+        class Quick(Nobody):
+            async def update(self, committed):
+                taken.append(committed.entry.hash)
+                missing["newer"] = entries[1:]
+                return []
+
+        driver = driver_of(core, Quick(), MovedClock(now=100.0))
+        await driver._try(driver._catch_up)
+        assert (core.state, taken, driver.complaint()) == ("new", ["newer", "new"], None)
+
+    anyio.run(run)
+
+
+def told_by(core):
+    """A driver of this core, and the list of what it tells to be lost."""
+    told = []
+
+    def tell(lost):
+        told.extend(lost)
+        lost.clear()
+
+    agreement = SimpleNamespace(core=core, changed=Condition())
+    parts = {"workplace": Shop(), "averager": None, "sources": Nobody(), "clock": MovedClock(now=100.0)}
+    return RoundDriver(agreement=agreement, stage=1, lost=tell, **parts), told
+
+
+def test_a_seat_that_has_another_place_before_its_driver_looks_tells_what_the_first_one_loses():
+    async def run():
+        core, former = Lagging(), Lagging()
+        driver, told = told_by(core)
+        driver._weights, driver._served = (BEGINNING, "old"), former
+        former.work = SimpleNamespace(lost=[], give_up=lambda number: former.work.lost.append(number))
+        assert not driver._is_other(core, BEGINNING)
+        assert driver._is_other(former, BEGINNING)
+        assert driver._next() == driver._leave_place
+        await driver._try(driver._next())
+        assert told == [former.log.next_round]
+        assert driver._next() == driver._begin
+
+    anyio.run(run)
+
+
+def test_a_seat_tells_what_it_brought_to_an_entry_that_its_stage_mates_have_another_for():
+    async def run():
+        def log_of(entry, *parts):
+            brings = [each for part in parts for each in part.brings]
+            cut = SimpleNamespace(round=0, parent=base_of(1, BEGINNING), parts=parts, brings=brings)
+            return Log(1, BEGINNING, [SimpleNamespace(entry=SimpleNamespace(hash=entry, cut=cut))])
+
+        core = Lagging()
+        driver, told = told_by(core)
+        core.me, core.work.lost = "me", []
+        core.log = log_of("of the side that was put out", SimpleNamespace(seat="me", brings=["mine"]))
+        await driver._try(driver._begin)
+        core.log = log_of("of the others", SimpleNamespace(seat="mate", brings=["theirs"]))
+        assert driver._next() == driver._give_up
+        await driver._try(driver._give_up)
+        driver._tell_lost()
+        assert told == ["mine"]
 
     anyio.run(run)
 

@@ -151,7 +151,7 @@ def test_work_on_a_log_that_another_takes_the_place_of_is_given_up():
             await until([more[1]], lambda peer: strategy._weight and is_at_work(1, PERIOD, peer), 60)
             member._replace_log(Log(1, member.log.restart, member.log.committed))
             more[1].changed.notify()
-            await until([more[1]], lambda _: rig.driver._log is member.log, 60)
+            await until([more[1]], lambda _: rig.driver._followed.log is member.log, 60)
             assert strategy._weight == 0
             assert [each for each in member.work.lost if each.weight]
             until_round = member.log.next_round + 2 * PERIOD

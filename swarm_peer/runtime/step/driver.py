@@ -18,7 +18,8 @@ from swarm_peer.errors import CallError, NotServing
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Log, Name, base_of
+from swarm_peer.protocol.followed_log import FollowedLog
+from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import Clock
@@ -98,8 +99,8 @@ class RoundDriver:
         self._ledgers: dict[str, Ledger] = {}
         # The core's part that this driver works for: a seat that comes back has another one.
         self._served: Member | None = None
-        # The log that the work in the accumulator is of. Another one in its place holds none of that.
-        self._log: Log | None = None
+        # The log that the work in the accumulator is of: another one in its place holds none of that.
+        self._followed = FollowedLog()
         self._opened: tuple[int, int] | None = None
         self._is_leaving = False
         self._complaint: Complaint | None = None
@@ -144,11 +145,13 @@ class RoundDriver:
     def _next(self) -> Callable[[], Awaitable[None]] | None:
         """The step that the core asks for; None if there is none."""
         member = self.member
+        if self._served not in (None, member):
+            return self._leave_place
         if member is None:
-            return self._leave_place if self._served is not None else None
-        if self._served is not member or self._weights[0] != member.log.restart:
+            return None
+        if self._served is None or self._weights[0] != member.log.restart:
             return self._begin
-        if self._log is not member.log:
+        if self._followed.log is not member.log:
             return self._give_up
         self._collect(member)
         self._note_ledger(member)
@@ -187,7 +190,8 @@ class RoundDriver:
     # --- from one entry to the next
 
     def _tell_lost(self) -> None:
-        if self._served is not None and self._served.work.lost and not self._is_leaving:
+        if self._served is not None and not self._is_leaving:
+            self._served.work.lost += self._followed.take_lost()
             self._lost(self._served.work.lost)
 
     def keep_weights(self, former: Member) -> None:
@@ -217,7 +221,8 @@ class RoundDriver:
         self.updates.clear()
         # Those of guests that it has been given since it has this place, or since the run has gone back, stay.
         self.gradients.keep(member.work.guests)
-        self._served, self._log = member, member.log
+        self._served = member
+        self._followed.follow(member.log, member.me)
         if member.state:  # a newcomer has taken it over before
             self._weights = restart, member.state
             return
@@ -240,7 +245,7 @@ class RoundDriver:
             if name.seat == member.me:
                 self.gradients.drop(name)
         await self._workplace.give_up()
-        self._log = log
+        self._followed.follow(log, member.me)
 
     def _due(self, member: Member) -> Committed | None:
         """The entry whose update the weights should have next; None if the round that goes on begins with these."""
@@ -302,9 +307,10 @@ class RoundDriver:
         member = self._member()
         restart, before = member.log.restart, member.state
         self._shut()
-        rounds = {head: number for number, head in member.log.heads().items()}
         try:
-            for committed in member.log.since(rounds.get(member.state, member.log.next_round)):
+            # More may come meanwhile. A state would be older than these, where rounds are quicker than its download.
+            while missing := member.log.after(member.state):
+                committed = missing[0]
                 if committed.entry.cut.averages:
                     self.updates[committed.entry.hash] = await self._sources.update(committed)
                 if self._is_other(member, restart):
@@ -347,10 +353,7 @@ class RoundDriver:
 
         The weights are void then.
         """
-        if self.member is member and member.log.restart == restart:
-            return False
-        self._served = None
-        return True
+        return self.member is not member or member.log.restart != restart
 
     # --- within a round
 
