@@ -23,7 +23,6 @@ from swarm_peer.policy.decay import last_step_of
 from swarm_peer.policy.step_state import Phase, StepState
 from swarm_peer.policy.trouble import Complaint, worst
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, PeerState, PeerView
-from swarm_peer.protocol.log import Contribution
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.assembly import Assembly, PeerParts, StageData
 from swarm_peer.runtime.data.allowed_files import check_data_files
@@ -254,23 +253,20 @@ class Replica:
         member = self._member
         if member is None or self._peer.context.metrics.run_is_over or self.is_finished:
             return
-        held = await self.parts.driver.leave()
-        if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
-            samples = sum(num_windows(each.samples) for each in held)
-            log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(held), samples)
-        elif held:
-            self.parts.reports.lose(await self._unheld(held, member))
-
-    async def _unheld(self, given: list[Contribution], member: Member) -> list[Contribution]:
-        """Those of some contributions that nobody has taken which no entry holds, as far as is heard in time.
-
-        Stage-mates refuse what they have averaged already, together with this seat.
-        """
-        newest = max(each.name.round for each in given)
-        with anyio.move_on_after(COMMITTED_S):
-            await self._peer.context.changed.wait_for(lambda: member.log.next_round > newest)
-        held = {each for committed in member.log.committed for each in committed.entry.cut.brings}
-        return [each for each in given if each not in held]
+        lost = member.to_hand_over()
+        try:
+            lost = held = await self.parts.driver.leave()
+            if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
+                lost, samples = [], sum(num_windows(each.samples) for each in held)
+                log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(held), samples)
+            elif held:
+                # Stage-mates refuse what they have averaged already, together with this seat.
+                newest = max(each.name.round for each in held)
+                with anyio.move_on_after(COMMITTED_S):
+                    await self._peer.context.changed.wait_for(lambda: member.log.next_round > newest)
+        finally:  # also when the time is over
+            in_entries = {each for committed in member.log.committed for each in committed.entry.cut.brings}
+            self.parts.reports.lose([each for each in lost if each not in in_entries])
 
     async def _give_up_place(self, next_stage: Callable[[], int | None]) -> None:
         agreement = self._peer.agreement

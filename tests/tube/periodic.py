@@ -50,13 +50,14 @@ class PeriodicInvariants(Invariants):
 
     async def _held(self, call: Any, driver: RoundDriver, member: Member, number: int) -> None:
         own, known = member.work.own(number), driver.gradients.names
+        carried = tuple(self._carried_by(member.work))  # others may end the period without this seat meanwhile
         await call(member, number)
         if own is None or own.name in known or has_gone_back(member, number):
             return
         ids = held_in(driver, number)
         self._ended.setdefault(member.work, {})[number] = ids
         if own.name in driver.gradients.names:
-            self._note_work(member.stage, own, tuple(sorted((*self._carried_by(member.work), *ids))), driver)
+            self._note_work(member.stage, own, tuple(sorted((*carried, *ids))), driver)
 
     def _ending(self, work: Work, cut: Cut) -> None:
         present = work.open.get(cut.round)

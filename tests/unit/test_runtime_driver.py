@@ -505,24 +505,47 @@ def test_a_seat_whose_stage_mates_lack_the_same_update_gives_up_its_place():
     anyio.run(run)
 
 
-def test_a_seat_takes_the_updates_of_entries_that_come_while_others_travel():
+class Growing(Nobody):
+    """Stage-mates that make an entry more while an update travels, and whose log then begins with the first of some."""
+
+    def __init__(self, core, kept):
+        self.taken = []
+        self.core, self.kept = core, kept
+        core.log.heads = lambda: dict(enumerate(["old", "newer"]))
+        core.log.after = lambda head: self._entries("newer") if head == "old" else []
+
+    def _entries(self, name):
+        return [SimpleNamespace(entry=SimpleNamespace(cut=SimpleNamespace(averages=True), hash=name))]
+
+    async def update(self, committed):
+        self.taken.append(committed.entry.hash)
+        self.core.log.heads = lambda: dict(enumerate(self.kept))
+        self.core.log.after = lambda head: self._entries("new") if head == "newer" else []
+        return []
+
+    async def state(self):
+        self.taken.append("state")
+        return Taken("new", {}, "new", None)
+
+
+@pytest.mark.parametrize(
+    ("kept", "taken"),
+    [
+        (("old", "newer", "new"), ["newer", "new"]),
+        # The weights cannot be brought further than to the next one: nothing tells to which entry they belong.
+        (("newer", "new"), ["newer", "state"]),
+    ],
+)
+def test_a_seat_takes_the_updates_of_entries_that_come_while_others_travel(kept, taken):
     """A state is older than these where rounds are quicker than its download: the seat would never catch up."""
 
     async def run():
-        core, taken = Lagging(), []
-        entries = [SimpleNamespace(cut=SimpleNamespace(averages=True), hash=each) for each in ("newer", "new")]
-        missing = {"old": entries[:1], "newer": []}
-        core.log.after = lambda head: [SimpleNamespace(entry=each) for each in missing.get(head, [])]
-
-        class Quick(Nobody):
-            async def update(self, committed):
-                taken.append(committed.entry.hash)
-                missing["newer"] = entries[1:]
-                return []
-
-        driver = driver_of(core, Quick(), MovedClock(now=100.0))
+        core = Lagging()
+        mates = Growing(core, kept)
+        driver = driver_of(core, mates, MovedClock(now=100.0))
+        driver._weights = (BEGINNING, "old")
         await driver._try(driver._catch_up)
-        assert (core.state, taken, driver.complaint()) == ("new", ["newer", "new"], None)
+        assert (core.state, mates.taken, driver.complaint()) == ("new", taken, None)
 
     anyio.run(run)
 
@@ -598,6 +621,7 @@ def test_a_seat_that_has_caught_up_since_has_its_time_for_the_next_state_that_it
     async def run():
         core, clock = Lagging(), MovedClock(now=100.0)
         driver = driver_of(core, Nobody(), clock)
+        driver._weights = (BEGINNING, "old")
         await driver._try(driver._catch_up)
         clock.now = 101.0
         await driver._try(driver._catch_up)

@@ -162,6 +162,35 @@ async def test_what_is_counted_is_handed_over_though_a_microbatch_inside_does_no
     assert rounds.step.phase is Phase.LEFT
 
 
+@pytest.mark.parametrize("hangs", ["driver", "mate"])
+async def test_work_that_nobody_has_taken_in_time_is_lost_unless_an_entry_holds_it(monkeypatch, hangs):
+    """The peer may only move: it has to say so."""
+    told, work = [], ["in an entry", "in none"]
+
+    async def leave():
+        return await anyio.sleep_forever() if hangs == "driver" else work
+
+    async def give(held, mates, enough):
+        await anyio.sleep_forever()
+
+    entry = SimpleNamespace(entry=SimpleNamespace(cut=SimpleNamespace(brings=["in an entry"])))
+    member = SimpleNamespace(log=SimpleNamespace(committed=[entry]), to_hand_over=lambda: work)
+    monkeypatch.setattr(Replica, "is_finished", False)
+    replica = object.__new__(Replica)
+    replica.stage, replica.stage_mates = 0, list
+    core = SimpleNamespace(members={0: member})
+    replica._peer = SimpleNamespace(context=make_context(MANIFEST), agreement=SimpleNamespace(core=core))
+    replica.parts = SimpleNamespace(
+        driver=SimpleNamespace(leave=leave),
+        giving=SimpleNamespace(give=give),
+        reports=SimpleNamespace(lose=told.extend),
+    )
+    with anyio.move_on_after(0.01) as grace:
+        await replica._give_work()
+    assert grace.cancelled_caught
+    assert told == ["in none"]
+
+
 @pytest.mark.parametrize(
     ("prepared", "next_stages", "wished"),
     [

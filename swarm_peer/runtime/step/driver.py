@@ -309,7 +309,8 @@ class RoundDriver:
         self._shut()
         try:
             # More may come meanwhile. A state would be older than these, where rounds are quicker than its download.
-            while missing := member.log.after(member.state):
+            # But the log has to hold the entry from which these weights go on.
+            while self._weights[1] in member.log.heads().values() and (missing := member.log.after(member.state)):
                 committed = missing[0]
                 if committed.entry.cut.averages:
                     self.updates[committed.entry.hash] = await self._sources.update(committed)
@@ -319,7 +320,7 @@ class RoundDriver:
                 self._note_ledger(member)
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
-        if member.is_behind:
+        if member.is_behind or self._weights[1] not in member.log.heads().values():
             # The entry that names the state's root is that of a round which others have yet to fill without this seat.
             self._workplace.fall_behind()
             try:
