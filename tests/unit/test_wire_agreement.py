@@ -69,7 +69,8 @@ def test_a_message_comes_back(body):
     message = Message(SEAT, ID, body)
     found = B.decode(Message, A.encode(message))
     assert found == message
-    assert repr(found) == repr(message), "hashes are made of it"
+    if not isinstance(body, Wanted):  # a wish may hold a set, which has no order, and no hash is made of one
+        assert repr(found) == repr(message), "hashes are made of it"
 
 
 class Unchecked(Statements):
