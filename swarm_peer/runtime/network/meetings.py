@@ -158,9 +158,9 @@ class Meetings:
         except PeerUnreachable:
             return
         for name, carrier in list(self.carriers.items()):
-            # Some routers are open to those alone who told the node that its port is open.
             if seen_at(connections.get(name, ())):
                 continue  # there is a direct way as well
+            # Some routers are open to those alone who told the node that its port is open.
             if self._p2p.can_be_dialled(name) and now_s >= self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
                 self._improved_s[name] = now_s
                 log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
@@ -185,6 +185,7 @@ class Meetings:
                 except CallError as error:
                     log.debug("not_helped peer=%s reason=%s", peer_id, error)
                 except Exception:  # a defect of this program must not end the ways of others
+                    self._metrics.handler_defects.inc()
                     log.exception("help_failed peer=%s", peer_id)
 
         return handle
@@ -226,6 +227,7 @@ class Meetings:
                     error,
                 )
             except Exception:  # a defect, or no descriptor is free: that must not end the ways of others
+                self._metrics.handler_defects.inc()
                 log.exception("search_failed peer=%s", name)
                 self._not_before_s[name] = anyio.current_time() + AGAIN_S[-1]
             else:
@@ -353,15 +355,18 @@ class Meetings:
             )
 
         server: asyncio.Server | None = None
+        is_connected = False
         try:
             server = await asyncio.start_server(accept, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
             with on_network(CONNECT_S, errors=(Exception,)):
                 await self._p2p.connect(name, [f"/ip4/127.0.0.1/tcp/{port}"])
+            is_connected = True
         finally:
             if server is not None:
                 server.close()
-            if not is_taken:
+            # The daemon may have been connected before, and not come; or it came, and nobody answered it.
+            if not (is_connected and is_taken):
                 ends.writer.close()
 
     async def _carry_own(self, name: str, carrier: Carrier, port: int, daemon: Ends, ends: Ends) -> None:

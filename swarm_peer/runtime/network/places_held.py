@@ -10,7 +10,7 @@ from swarm_peer.errors import NoRoom
 
 
 class Places:
-    """So many places in all, and so many for each holder."""
+    """Gives out a number of places, and no more than some of them to each holder."""
 
     def __init__(self, most: int, most_each: int):
         self._most = most
