@@ -11,11 +11,21 @@ from swarm_peer.runtime.network.meetings import HELPER
 from swarm_peer.runtime.network.short_messages import receive, send
 from swarm_peer.wire.help import HelpRequest
 
+# A wish for a reservation, with which libp2p's daemon would relay to this node.
+RESERVE = b"\x02\x08\x00"
+# One a second.
+NUM_TRIES = 20
+
 
 async def main(address: str, member: str) -> None:
-    p2p = await P2P.create(initial_peers=[address], use_relay=True, auto_nat=True, nat_port_map=False)
-    # It tells the daemons that ask it, as libp2p's do, that they can be dialled.
-    await asyncio.sleep(20)
+    p2p = await P2P.create(
+        host_maddrs=["/ip4/0.0.0.0/tcp/31339"],
+        initial_peers=[address],
+        use_relay=True,
+        auto_nat=True,
+        force_reachability="public",
+        nat_port_map=False,
+    )
     helper = PeerID.from_base58(address.rpartition("/p2p/")[2])
     for is_relay in (False, True):
         _, reader, writer = await p2p.call_binary_stream_handler(helper, HELPER)
@@ -24,14 +34,17 @@ async def main(address: str, member: str) -> None:
             sys.exit(f"answered: {await asyncio.wait_for(receive(reader, 'help'), 10)}")
         except (asyncio.IncompleteReadError, ConnectionError):
             print("refused to help")
-    # A reservation, with which libp2p's daemon would relay to this node.
-    _, reader, writer = await p2p.call_binary_stream_handler(helper, "/libp2p/circuit/relay/0.2.0/hop")
-    writer.write(b"\x02\x08\x00")
-    try:
-        if answer := await asyncio.wait_for(reader.read(100), 10):
-            sys.exit(f"libp2p relays: {answer!r}")
-    except ConnectionError:
-        print("reset")
+    # A daemon that this one has told that it can be dialled, as AutoNAT does after some seconds, begins to relay anew.
+    for _ in range(NUM_TRIES):
+        _, reader, writer = await p2p.call_binary_stream_handler(helper, "/libp2p/circuit/relay/0.2.0/hop")
+        writer.write(RESERVE)
+        try:
+            if answer := await asyncio.wait_for(reader.read(100), 10):
+                sys.exit(f"libp2p relays: {answer!r}")
+        except ConnectionError:
+            print("refused to relay")
+        writer.close()
+        await asyncio.sleep(1)
     await p2p.shutdown()
 
 
