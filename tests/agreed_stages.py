@@ -257,7 +257,7 @@ class Rig:
             member=lambda: self.driver.member,
             view=self.view,
             validation=VALIDATION,
-            look=peer.agreement.look,
+            agreement=peer.agreement,
         )
 
     def _mates(self):

@@ -68,7 +68,7 @@ class Agreeing:
                 if mate is not None and not mate.is_behind and mate.reign and take(other, mate.state):
                     log = Log(stage, mate.log.restart, mate.log.committed)
                     ledger = mate.ledger.copy() if mate.ledger is not None else None
-                    self.core.prepare(stage, log, mate.state, other.core.membership.chain, ledger)
+                    self.core.prepare(stage, log, mate.state, other.core.membership.known.chain, ledger)
                     break
 
 

@@ -21,7 +21,6 @@ from coordinator.checkpoints.store import CheckpointStore
 from coordinator.run.context import CoordinatorContext
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.policy.decay import names_in
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.protocol.membership import Membership
@@ -185,10 +184,7 @@ class CheckpointGiver:
 
     def _lacks(self, restart: Restart) -> bool:
         """Whether the run has begun with states that are not given here."""
-        return any(self.snapshots.find(stage, entry) is None for stage, entry in enumerate(self._names_in(restart)))
-
-    def _names_in(self, restart: Restart) -> tuple[str, ...]:
-        return names_in(restart.entries, self._manifest.stages.count)
+        return any(self.snapshots.find(stage, entry) is None for stage, entry in enumerate(restart.entries))
 
     async def _give_beginning(self, restart: Restart, offered: Offered) -> None:
         """Give the states that the run has begun with, if a checkpoint here has them: other peers may not."""
@@ -204,7 +200,7 @@ class CheckpointGiver:
             checkpoint = await self._threads.run(find, abandon_on_cancel=True)
             if checkpoint is None or (restart, checkpoint.address) in self._unlike:
                 return
-            if await self._give(checkpoint) != self._names_in(restart):
+            if await self._give(checkpoint) != restart.entries:
                 self._give_nothing()
                 self._unlike.add((restart, checkpoint.address))
         except UserError as error:

@@ -49,21 +49,6 @@ class RunNames:
         if not await self._entries_of(states):
             raise InvalidMessage("the states of the stages do not fit together")
 
-    async def kept(self, optimizer_step: int, holders: Sequence[Sequence[str]]) -> tuple[str, ...]:
-        """The names of the snapshots of all stages of an optimizer step, which peers keep.
-
-        Args:
-            holders: ids of peers that may have them, by stage
-
-        Raises:
-            CallError: nobody tells that of a stage, or they do not fit together
-        """
-        found = [await self._taker.find(stage, optimizer_step, peers) for stage, peers in enumerate(holders)]
-        cuts = [committed.entry.cut for committed in found]
-        if len({(cut.round, cut.base) for cut in cuts}) > 1:
-            raise InvalidMessage("the snapshots of the stages do not fit together")
-        return tuple(committed.entry.hash for committed in found)
-
     async def saved(self, states: Sequence[StageState]) -> SavedWork:
         """Offer the states of a checkpoint that was saved just now, should a stage be lost.
 

@@ -10,7 +10,7 @@ from swarm_peer.peer_options import RUN
 
 
 def decay(run: RunFolder = None, /, *, steps: Annotated[Count, RUN, Positive]) -> None:
-    """Have the learning rate of a live run decay from its next snapshot on, and the run end after that.
+    """Have the learning rate of a live run decay in a little while, and the run end after that.
 
     It is for runs whose schedule.name is wsd, on the machine of the coordinator.
 

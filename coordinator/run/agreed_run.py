@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from coordinator.run.context import CoordinatorContext
 from coordinator.run.run_options import RunOptions
 from coordinator.run.shared_base import base_giver
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.decay import Decay, decay_in, last_step_of, with_decay
+from swarm_peer.policy.decay import Decay, decay_in, last_step_of
 from swarm_peer.policy.run_progress import MAX_ROUNDS_AHEAD
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.view import SwarmView
-from swarm_peer.protocol.epochs import Restart
+from swarm_peer.protocol.epochs import Epoch, Restart
 from swarm_peer.runtime.network.agreement import rules_of
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
@@ -171,37 +171,35 @@ class AgreedRun:
         """
         names = await self._giver.give(checkpoint)
         known_round = max(known_round, checkpoint.round_number)
-        self._go_on_from(names, checkpoint.optimizer_step, known_round, self.decay, is_beginning=True)
+        # Peers may have come further since, and their snapshots of that time must not seem to be of the new rounds.
+        reached = max(known_round + MAX_ROUNDS_AHEAD + self._lag, self._epoch.restart.first_round)
+        self._agreeing.go_on_from(self._rules.restart(reached, checkpoint.optimizer_step, names))
         return self.timeline
 
-    def say_decay(self, decay: Decay, names: Sequence[str], optimizer_step: int, known_round: int) -> None:
-        """Have the run go on from snapshots of these names with a decay, by the run key.
-
-        Args:
-            optimizer_step: that of the snapshots
-            known_round: as for `resume`
-        """
-        self._go_on_from(names, optimizer_step, known_round, decay, is_beginning=False)
-
-    def _go_on_from(
-        self, names: Sequence[str], optimizer_step: int, known_round: int, decay: Decay | None, *, is_beginning: bool
-    ) -> None:
-        # Peers may have come further since, and their snapshots of that time must not seem to be of the new rounds.
-        reached = known_round + MAX_ROUNDS_AHEAD + self._lag
-        restart = self._rules.restart(max(reached, self.restart.first_round), optimizer_step, with_decay(names, decay))
-        self._agreeing.go_on_from(restart, is_beginning=is_beginning)
+    @property
+    def _epoch(self) -> Epoch:
+        return self._agreeing.membership.epoch
 
     @property
     def restart(self) -> Restart:
         """Where the run has begun, or begun anew, by its newest epoch."""
-        return self._agreeing.membership.epoch.restart
+        return self._epoch.restart
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether each stage that has begun has peers, and those are there who vote: nothing but a word may be new."""
+        return not self._epoch.lost and not self._agreeing.membership.lacks_voters
+
+    def say_decay(self, decay: Decay) -> None:
+        """Have the run decay, by the run key."""
+        self._agreeing.say(decay.word)
 
     @property
     def decay(self) -> Decay | None:
-        """The decay that the run key has said; None if it has said none, or the run has gone back without it."""
-        return decay_in(self.restart.entries, self._rules.num_stages)
+        """The decay that the run key has said; None if it has said none, or the run has begun anew without it."""
+        return decay_in(self._epoch.word)
 
     @property
     def last_step(self) -> int:
         """The optimizer step of the run's last weights."""
-        return last_step_of(self._last_step, self.restart.entries, self._rules.num_stages)
+        return last_step_of(self._last_step, self._epoch.word)

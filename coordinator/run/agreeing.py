@@ -21,7 +21,6 @@ from coordinator.run.context import CoordinatorContext
 from swarm_peer.errors import CallError, InvalidMessage, UserError
 from swarm_peer.files import replace_file
 from swarm_peer.model.resolved import ResolvedManifest
-from swarm_peer.policy.decay import decay_in
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch, Place, Restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.statements import EpochId, KeySigned, Seat
@@ -249,16 +248,15 @@ class Agreeing:
         """Unix seconds at which the run was begun or resumed, roughly."""
         return self.membership.epoch.id.term
 
-    def go_on_from(self, restart: Restart, *, is_beginning: bool) -> None:
-        """Have the run go on from a restart, by the run key; all keep their places.
-
-        Args:
-            is_beginning: whether the run begins anew there, so that its checkpoints of the time before are not of it
-        """
+    def go_on_from(self, restart: Restart) -> None:
+        """Have the run go on from a restart, by the run key; all keep their places."""
         term = int(self._context.clock.unix_s())
         self.agreement.announce_by_key(self.membership.epoch.places, restart, least_term=term)
-        if is_beginning:
-            self.beginning = self.membership.epoch.restart
+        self.beginning = self.membership.epoch.restart
+
+    def say(self, word: str) -> None:
+        """Tell all peers a word, by the run key."""
+        self.agreement.say_by_key(word, least_term=int(self._context.clock.unix_s()))
 
     async def run(self) -> None:
         """Take part, until cancelled."""
@@ -275,8 +273,7 @@ class Agreeing:
             newest = self.membership.epoch
             log.info("epoch_begun term=%d number=%d seats=%d", newest.id.term, newest.id.number, len(newest.seats))
             first = self.membership.epoch_of(newest.id._replace(number=0)) or newest
-            decays = decay_in(first.restart.entries, self._context.resolved.num_stages) is not None
-            if newest.id.term != epoch.id.term and first.restart != epoch.restart and not decays:
+            if newest.id.term != epoch.id.term and first.restart != epoch.restart:
                 self.beginning = first.restart  # the run was resumed, or has gone back, by the run key
             await self._keep()
 
@@ -291,7 +288,7 @@ class Agreeing:
             await anyio.sleep(LOOK_S)
 
     async def _keep(self) -> None:
-        kept = Kept(self.beginning, self.membership.chain)
+        kept = Kept(self.beginning, self.membership.known.chain)
         try:
             await self._context.threads.run(self._file.write, kept)
         except OSError as error:
@@ -336,7 +333,7 @@ def _come(context: KeyContext, known: Kept | None, start: Start, *, is_alone: bo
         if any(seat.peer != peer_id for seat in seats) or (start.has_trained and not is_alone):
             return _Come(known, life)
         newest = known.newest
-        made = _made(context, life, newest.id.term + 1, newest.restart, newest.begun)
+        made = _made(context, life, newest.id.term + 1, newest.restart, newest.begun, newest.word)
         return _Come(Kept(known.beginning, (made,)), life)
     after_term, restart = 0, start.resume or BEGINNING
     if known is not None:
@@ -348,11 +345,13 @@ def _come(context: KeyContext, known: Kept | None, start: Start, *, is_alone: bo
     return _Come(Kept(made.epoch.restart, (made,)), life)
 
 
-def _made(context: KeyContext, life: int, term: int, restart: Restart, begun: tuple[int, ...] = ()) -> Certified:
+def _made(
+    context: KeyContext, life: int, term: int, restart: Restart, begun: tuple[int, ...] = (), word: str = ""
+) -> Certified:
     """The first epoch of a term, in which this coordinator is alone."""
     me = Seat(context.identity.peer_id, life, context.ticket.own)
     new_id = EpochId(term, me, 0)
     if restart.epoch is None and restart != BEGINNING:
         restart = restart._replace(epoch=new_id)
-    epoch = Epoch(new_id, (Place(COORDINATORS, me),), restart, begun)
+    epoch = Epoch(new_id, (Place(COORDINATORS, me),), restart, begun, word)
     return Certified(epoch, (Statements(context.run_id, context.run_key).sign(KeySigned(epoch.hash)),))

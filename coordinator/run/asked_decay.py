@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from coordinator.run.decay_file import DecayFile, DecayNote
-from coordinator.run.decaying import next_snapshot, why_not
+from coordinator.run.decaying import Standing, begins_at, why_not
 from coordinator.watch.metrics_file import last_step
 from coordinator.watch.run_file import read_run_file
 from swarm_peer.config import MAX_STEPS, RunManifest
@@ -30,11 +30,11 @@ def ask_for_decay(folder: Path, steps: int) -> str:
         raise UserError(
             f"its run decays since optimizer step {known.begins_at}, for {known.steps} steps: it ends at {known.end}"
         )
-    begins_at = next_snapshot(manifest, last_step(folder))
-    if why := why_not(manifest, Decay(begins_at, min(steps, MAX_STEPS))):
+    earliest = begins_at(manifest, Standing(last_step(folder), step_s=0.0, acts=False))
+    if why := why_not(manifest, Decay(earliest, min(steps, MAX_STEPS))):
         raise UserError(f"--steps {steps}: {why}")
     file.write(DecayNote(steps=steps))
     return (
-        f"The coordinator has the decay begin at a snapshot, of optimizer step {begins_at} or a later one, and the run "
-        f"ends {steps} steps after that."
+        f"The coordinator has the decay begin in a little while, so that all peers have heard of it, and the run ends "
+        f"{steps} steps after that."
     )

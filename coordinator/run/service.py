@@ -224,10 +224,9 @@ class RunService:
         """Have the run decay, if its operator asks for it, and know where it ends then."""
         if self._agreed is None:
             return
-        standing = Standing(self.watch.shown_step, self._newest_round(), coordination.acts)
-        if told := await self._decaying.look(self._agreed, self.watch.view, standing):
-            self._follow_epochs()
-            await self._publish_run()
+        line = self.watch.last_line
+        standing = Standing(self.watch.shown_step, 0.0 if line is None else line["seconds"], coordination.acts)
+        if told := await self._decaying.look(self._agreed, standing):
             files.tell("decay", told)
         self.watch.last_step = self._agreed.last_step
 

@@ -221,6 +221,10 @@ class Core:
         """The newest epoch that this peer knows."""
         return self.membership.epoch
 
+    def word_at(self, epoch_id: EpochId) -> str:
+        """The word that the run key had said in an epoch; where that is forgotten, the one that it has said by now."""
+        return (self.membership.epoch_of(epoch_id) or self.epoch).word
+
     # --- inputs
 
     def receive(self, now_s: float, message: Message) -> list[Sent]:
@@ -383,7 +387,7 @@ class Core:
     def _is_reign(self, stage: int, reign: EpochId) -> bool:
         """Whether the leader of a stage can have led since an epoch, as far as its chain is known here."""
         leader = self.epoch.leader(stage)
-        known = {each.epoch.id: each.epoch.leader(stage) for each in self.membership.chain}
+        known = {each.epoch.id: each.epoch.leader(stage) for each in self.membership.known.chain}
         return reign <= self.epoch.id and known.get(reign, leader) == leader
 
     def _is_late(self, now_s: float, stage: int, number: int) -> bool:

@@ -97,12 +97,14 @@ class Epoch:
     Attributes:
         places: oldest first, of all stages and of coordinators
         begun: stages that have had a seat since the restart
+        word: that the run key has said, which nobody reads here; it stays said in the epochs that follow
     """
 
     id: EpochId
     places: tuple[Place, ...] = ()
     restart: Restart = BEGINNING
     begun: tuple[int, ...] = ()
+    word: str = ""
 
     @cached_property
     def hash(self) -> str:
@@ -264,7 +266,7 @@ def next_epoch(
             begun |= {wish.stage} - {COORDINATORS}
     if (tuple(places), restart) == (epoch.places, epoch.restart) and not is_of_key:
         return None
-    return Epoch(new_id, tuple(places), restart, tuple(sorted(begun)))
+    return Epoch(new_id, tuple(places), restart, tuple(sorted(begun)), epoch.word)
 
 
 def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:

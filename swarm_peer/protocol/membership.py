@@ -7,6 +7,7 @@ themselves stand in epochs.py. Knows nothing of rounds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import Random
 
 from swarm_peer.protocol.epochs import (
@@ -78,6 +79,7 @@ class Membership:
         resigned: those that it gives up its place in, whether desired or not
         holds: its snapshots, its round and its optimizer step, to offer when a stage is lost
         stuck: stages whose leaders do not bring a round to its end
+        known: the epochs that it has followed
         acquaintances: ids of peers of the run, from wherever; one of them after the other is told the epoch, so that
             two sides that do not know each other any more meet
     """
@@ -107,15 +109,12 @@ class Membership:
         self._sign = sign
         self._sign_as_key = sign_as_key
         self._has_ticket = has_ticket
-        self._known = KnownEpochs(first, sign_as_key)
+        self.known = KnownEpochs(first, sign_as_key)
         self._now_s = 0.0
         self._ticked_s: float | None = None
         self._out: list[Sent] = []
-        self._heard_s: dict[Seat, float] = {}
-        self._probed_s: dict[Seat, float] = {}
-        self._heard_anybody_s = 0.0
-        self._next_alive_s = 0.0
-        self._next_resend_s = 0.0
+        self._heard_s, self._probed_s = dict[Seat, float](), dict[Seat, float]()
+        self._next_alive_s = self._next_resend_s = self._heard_anybody_s = 0.0
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -125,9 +124,8 @@ class Membership:
         self._wishes = HeardWishes()
         self.stuck = frozenset()  # of the leaders before
         self._probed_s = {seat: at_s for seat, at_s in self._probed_s.items() if seat in self.epoch.seats}
-        self._promised = NO_BALLOT
+        self._promised = self._ballot = NO_BALLOT
         self._accepted: tuple[Ballot, Wishes] | None = None
-        self._ballot = NO_BALLOT
         self._promises: dict[Seat, tuple[Ballot, Wishes] | None] = {}
         self._proposed: tuple[Epoch, Wishes] | None = None
         self._votes: dict[Seat, Signed[Accepted]] = {}
@@ -139,16 +137,11 @@ class Membership:
     @property
     def epoch(self) -> Epoch:
         """The newest epoch that this seat knows."""
-        return self._known.newest
+        return self.known.newest
 
     def epoch_of(self, epoch_id: EpochId) -> Epoch | None:
         """An epoch that this seat knows to have been chosen, and has not forgotten, by its id."""
-        return self._known.epoch_of(epoch_id)
-
-    @property
-    def chain(self) -> tuple[Certified, ...]:
-        """The epochs that this seat has followed last, in their order."""
-        return self._known.chain
+        return self.known.epoch_of(epoch_id)
 
     @property
     def stages(self) -> frozenset[int]:
@@ -199,9 +192,9 @@ class Membership:
         if isinstance(body, News):
             self.learn(body.epochs)
         elif isinstance(body, Recall):
-            self._tell(sender.peer, self._known.up_to(body.past))
+            self._tell(sender.peer, self.known.up_to(body.past))
         elif message.epoch < self.epoch.id or isinstance(body, Fetch):
-            self._tell(sender.peer, self._known.since(message.epoch))
+            self._tell(sender.peer, self.known.since(message.epoch))
         elif message.epoch > self.epoch.id:
             self._send(sender.peer, Fetch())
         else:
@@ -415,8 +408,7 @@ class Membership:
         body = accepted.body
         if self._proposed is None or (body.epoch, body.ballot) != (self.epoch.id, self._ballot):
             return
-        successor, _ = self._proposed
-        if body.successor != successor.hash:
+        if body.successor != (successor := self._proposed[0]).hash:
             return
         self._votes[body.author] = accepted
         if self.epoch.is_quorum(self._votes, self.epoch.voters):
@@ -428,7 +420,15 @@ class Membership:
         """Have the run go on from a restart, with these places, in a term of the run key; returns what to send."""
         places, new_id = tuple(places), EpochId(max(self.epoch.id.term + 1, least_term), self.me, 0)
         begun = tuple(sorted({place.stage for place in places} - {COORDINATORS}))
-        self._announce_as_key(Epoch(new_id, places, restart._replace(epoch=new_id), begun))
+        self._announce_as_key(Epoch(new_id, places, restart._replace(epoch=new_id), begun, self.epoch.word))
+        return self._take_out()
+
+    def say_by_key(self, word: str, least_term: int = 0) -> list[Sent]:
+        """Tell all seats a word, in a term of the run key in which nothing else changes; returns what to send."""
+        new_id = EpochId(max(self.epoch.id.term + 1, least_term), self.me, 0)
+        successor = next_epoch(self.epoch, (), self.rules, new_id=new_id)
+        assert successor is not None
+        self._announce_as_key(replace(successor, word=word))
         return self._take_out()
 
     def _announce_as_key(self, epoch: Epoch) -> None:
@@ -475,11 +475,11 @@ class Membership:
         self.learn([certified])
         for seat in dict.fromkeys((*before.seats, *self.epoch.seats, *wish)):
             if seat != self.me:
-                self._tell(seat.peer, self._known.since(before.id))
+                self._tell(seat.peer, self.known.since(before.id))
 
     def learn(self, epochs: Iterable[Certified]) -> None:
         """Follow each of these epochs that is certified and newer; remember those that are older."""
-        if self._known.learn(epochs):
+        if self.known.learn(epochs):
             self._begin_epoch()
 
     def _tell(self, peer: str, epochs: tuple[Certified, ...]) -> None:

@@ -308,7 +308,7 @@ class Assembly:
             member=lambda: driver.member,
             view=neighbours.view,
             validation=self.data.held_out,
-            look=self.peer.agreement.look,
+            agreement=self.peer.agreement,
             counted=self.counted,
         )
         return launcher, pool

@@ -135,8 +135,8 @@ class Replica:
         """Whether the run's last optimizer step is done."""
         if (member := self._member) is None:
             return False
-        entries, num_stages = member.log.restart.entries, self._manifest.stages.count
-        return member.log.optimizer_step >= last_step_of(self._manifest.training.steps, entries, num_stages)
+        word = self._peer.agreement.core.epoch.word
+        return member.log.optimizer_step >= last_step_of(self._manifest.training.steps, word)
 
     def describe(self, peer: PeerView) -> PeerView:
         """Complete what this peer announces of itself by what it says of this replica."""

@@ -29,6 +29,7 @@ class Checks:
         self._heads: dict[tuple[int, Restart, EpochId], dict[int, str]] = {}
         self._entries: dict[str, Committed] = {}
         self._seen: dict[int, str] = {}
+        self._words: dict[str, str] = {}
         self._at_calm: set[str] = set()
 
     def look(self, process: Process) -> None:
@@ -40,6 +41,11 @@ class Checks:
             self._seen[id(member)] = member.log.head
             self._one_history(stage, member)
             for committed in member.log.committed:
+                entry, word = committed.entry, process.core.word_at(committed.entry.cut.epoch)
+                if self._words.setdefault(entry.hash, word) != word:
+                    raise Violation(
+                        f"by {process.peer} the word of {entry.cut.epoch} was {word!r}, and not so by others"
+                    )
                 if self._entries.setdefault(committed.entry.hash, committed) is committed:
                     self._sound(committed)
 

@@ -131,7 +131,7 @@ class Driver:
                 if is_current and mate.state == mate.log.head and self.random.random() < 0.5:
                     log = Log(stage, mate.log.restart, mate.log.committed)
                     ledger = mate.ledger.copy() if mate.ledger is not None else None
-                    core.prepare(stage, log, mate.state, other.core.membership.chain, ledger)
+                    core.prepare(stage, log, mate.state, other.core.membership.known.chain, ledger)
 
     def _keep_snapshots(self, process: Process) -> None:
         core = process.core

@@ -15,10 +15,11 @@ from swarm_peer.protocol.epochs import (
     Restart,
     Rules,
     choose_restart,
+    next_epoch,
 )
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Alive, Message, Missing, News, Probe, Timing
-from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed
+from swarm_peer.protocol.statements import EpochId, KeySigned, Leave, Offer, Seat, Signed
 
 C, A, B = (Seat(name, 1, "all") for name in "cab")
 ID = EpochId(1, C, 0)
@@ -59,6 +60,23 @@ def test_the_key_has_the_run_go_back_with_the_same_places():
             peer.receive(1.0, message)
     assert peer.epoch == key.epoch
     assert peer.stages == {0}
+
+
+def test_a_word_changes_nothing_else_and_stays_said():
+    key, peer = membership(C, *PLACES, has_key=True), membership(A, *PLACES)
+    before = key.epoch
+    sent = key.say_by_key("tea", least_term=5)
+    assert {to for to, _ in sent} == {"a", "b"}, "all are told"
+    assert key.epoch == replace(before, id=EpochId(5, C, 0), word="tea")
+    peer.receive(1.0, next(message for to, message in sent if to == "a"))
+    assert peer.epoch == key.epoch
+    leaves = Leave(B, key.epoch.id, 1)
+    assert next_epoch(key.epoch, [leaves], peer.rules).word == "tea", "voters do not read it"
+    assert next_epoch(key.epoch, [], peer.rules, new_id=EpochId(6, C, 0)).word == "tea"
+    key.announce_by_key(key.epoch.places, Restart(40, 30, ("x", "y")))
+    assert key.epoch.word == "tea"
+    key.say_by_key("milk")
+    assert key.epoch.word == "milk"
 
 
 def test_a_stage_without_a_place_has_not_begun():
@@ -161,3 +179,29 @@ def test_schedules_in_which_the_run_goes_back(seed):
         schedule._at(time_s, lambda: go_back(schedule))
     schedule.run()
     assert schedule.counts.get("goes back")
+
+
+def say(schedule, word):
+    """A coordinator that has a place says a word."""
+    for process in schedule.processes.values():
+        core = process.core
+        if core is None or not process.has_key or schedule.now_s < process.stalled_until_s:
+            continue
+        settled = all(core.epoch.roster(stage) for stage in range(schedule.rules.num_stages))
+        if core.membership.stages and settled and not core.membership.lacks_voters:
+            schedule.count("said")
+            schedule.send(process, core.membership.say_by_key(word))
+            return
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_schedules_in_which_words_are_said(seed):
+    """All members make each update by the same word: Checks looks at it. In the end, all know the last one."""
+    schedule = world.World(seed)
+    for time_s in range(15, 80, 5):
+        schedule._at(time_s, lambda word=f"word {time_s}": say(schedule, word))
+    schedule.run()
+    assert schedule.counts.get("said")
+    words = {each.core.epoch.word for each in schedule.processes.values() if each.core is not None}
+    assert len(words) == 1
+    assert words != {""}

@@ -114,7 +114,7 @@ def _check_memory(watch: Invariants, host: Host) -> None:
         kept["guests"] = len(member.work.guests)
         kept["contributions to tell of"] = len(member.work.lost)
         kept["entries"] = len(member.log.committed) - KEPT_ENTRIES
-    known = core.membership._known
+    known = core.membership.known
     kept["epochs"] = (len(known.chain) + known.num_past) / MOST_EPOCHS * MOST_KEPT
     if found := {what: num for what, num in kept.items() if num > MOST_KEPT}:
         watch.tube.violation(f"{host} keeps {found}")

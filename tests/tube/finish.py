@@ -109,10 +109,9 @@ class FinishInvariants(Invariants):
                 self.tube.violation(f"a model is saved with weights that stage {place[0]} never had")
 
     def _last_step(self, place: Place) -> int:
-        """The run's last optimizer step, as the restart has it that an entry follows."""
-        restart = self.records.restart_of.get(place) or self.records.bases[place]
-        planned = self._resolved.manifest.training.steps
-        return last_step_of(planned, restart.entries, self._resolved.num_stages)
+        """The run's last optimizer step, by what the run key had said where an entry was agreed, or last."""
+        word = self.records.word_of.get(place, self.records.newest_word)
+        return last_step_of(self._resolved.manifest.training.steps, word)
 
     def _appending(self, member: Member, committed: Committed) -> None:
         super()._appending(member, committed)

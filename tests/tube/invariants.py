@@ -238,8 +238,10 @@ class Invariants:
         if (stage, entry.hash) not in self.records.entries:
             self.records.entries[stage, entry.hash] = entry
             self.records.restart_of[stage, entry.hash] = member.log.restart
-            roster = HOST.get().agreement.core.membership.epoch_of(entry.cut.epoch)
-            self.records.roster_sizes[stage, entry.hash] = len(roster.roster(stage)) if roster is not None else 0
+            epoch = HOST.get().agreement.core.membership.epoch_of(entry.cut.epoch)
+            self.records.roster_sizes[stage, entry.hash] = len(epoch.roster(stage)) if epoch is not None else 0
+            self.records.word_of[stage, entry.hash] = epoch.word if epoch is not None else ""
+            self.records.newest_word = self.records.newest_word or self.records.word_of[stage, entry.hash]
             self._check_entry(stage, entry)
             self.tube.committed(stage, entry.cut.round)
         for host in self.tube.peers():
@@ -367,7 +369,7 @@ class Invariants:
         """An update is the one that a process makes of these gradients, with the state from before it."""
         trainer, before_it = self._reference[place[0]], (place[0], entry.cut.parent)
         trainer.load_state(self.records.weights[before_it], self._step_from(place, restart) - 1)
-        trainer.decay = decay_in(restart.entries, self.tube.num_stages)
+        trainer.decay = decay_in(self.records.word_of[place])
         trainer.apply(gradients)
         self.records.checked += 1
         for name, value in self.shared(trainer.state()).items():

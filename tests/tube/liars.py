@@ -629,7 +629,7 @@ class Identities(Liar):
             context=context,
             transport=transport,
             life=int(host.clock.unix_s() * 1000),
-            first=self._core.membership.chain,
+            first=self._core.membership.known.chain,
             ticket=ticket_of(host.passes, host.peer_id),
         )
         host.own_agreement = agreement

@@ -43,6 +43,8 @@ class Records:
         entries: all that any seat has followed
         roster_sizes: of the seats that had a place as the cut of an entry was made
         restart_of: where the run had begun, or begun anew, before an entry
+        word_of: what the run key had said in an entry's epoch
+        newest_word: what it has said by now
         weights: of a stage, after an entry or before the first one
         bases: where the run began, by what stands in place of an entry before the first one
         told_lost: names of the contributions that seats have reported lost, by stage
@@ -57,6 +59,8 @@ class Records:
     entries: dict[Place, Entry] = field(default_factory=dict)
     roster_sizes: dict[Place, int] = field(default_factory=dict)
     restart_of: dict[Place, Restart] = field(default_factory=dict)
+    word_of: dict[Place, str] = field(default_factory=dict)
+    newest_word: str = ""
     weights: dict[Place, State] = field(default_factory=dict)
     bases: dict[Place, Restart] = field(default_factory=dict)
     told_lost: set[tuple[int, Name]] = field(default_factory=set)

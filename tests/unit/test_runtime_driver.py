@@ -62,9 +62,6 @@ class Shop:
         self.round = None
         self.sums, self.count = torch.zeros(3), 0
 
-    async def begin(self, restart):
-        await self.discard()
-
     def open(self, number, standing):
         self.round = number
 
@@ -95,7 +92,7 @@ class Shop:
     async def try_own(self, means):
         pass
 
-    async def apply(self, averages):
+    async def apply(self, averages, word):
         for average in averages:
             self.weights = self.weights - RATE * average
 

@@ -13,7 +13,7 @@ from made_up_slices import FakeReader
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
-from swarm_peer.protocol.epochs import BEGINNING, Restart
+from swarm_peer.protocol.epochs import BEGINNING, Epoch, Restart
 from swarm_peer.protocol.grants import Grant, Grants
 from swarm_peer.protocol.log import Log, Most
 from swarm_peer.protocol.member import Member
@@ -246,7 +246,7 @@ async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
         member=lambda: desk.member,
         view=lambda: None,
         validation=np.zeros((0, 7), np.int32),
-        look=lambda: None,
+        agreement=SimpleNamespace(core=SimpleNamespace(epoch=Epoch(REIGN)), look=lambda: None),
     )
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(desk.pool.run)

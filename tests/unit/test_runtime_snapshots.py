@@ -344,30 +344,6 @@ def test_a_copy_needs_a_certificate_of_a_known_epoch(tmp_path):
     anyio.run(run)
 
 
-def test_the_name_of_a_snapshot_needs_a_certificate_and_no_download(tmp_path):
-    async def run():
-        hall = hall_in(tmp_path)
-        async with swarm(hall.work, hall.resolved) as some:
-            rig, honest = await taken_at(some, hall, 1)
-            step = honest.name.optimizer_step
-
-            async def find(*snapshots, stage=1):
-                givers = [await giver_of(some, tmp_path, snapshot) for snapshot in snapshots]
-                return await taker_of(some, rig, tmp_path, []).find(stage, step, givers)
-
-            assert (await find(honest)).entry.hash == honest.name.entry
-            unsigned = named(rig.peer.agreement, honest.state, honest.committed._replace(agreement=()))
-            assert (await find(unsigned, honest)).entry.hash == honest.name.entry, "another one is asked"
-            with pytest.raises(CallError, match="not committed at optimizer step"):
-                await find(unsigned)
-            with pytest.raises(CallError, match=r"of stage 0: .*no snapshot"):
-                await find(honest, stage=0)
-            with pytest.raises(CallError, match="of stage 1: none is there"):
-                await find()
-
-    anyio.run(run)
-
-
 def test_a_damaged_file_is_not_given_and_is_forgotten(tmp_path):
     async def run():
         hall = hall_in(tmp_path)

@@ -28,6 +28,7 @@ from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
 from swarm_peer.runtime.stage.stage_client import HopResult, Microbatch
@@ -87,7 +88,7 @@ class BatchLauncher:
         member: Callable[[], Member | None],
         view: Callable[[], SwarmView],
         validation: npt.NDArray[np.int32],
-        look: Callable[[], None],
+        agreement: Agreement,
         counted: CountedHook | None = None,
     ):
         """Make a launcher that has launched nothing.
@@ -95,7 +96,7 @@ class BatchLauncher:
         Args:
             member: the seat's part in the protocol; None while it has no place
             validation: held-out samples, int32 of shape (N, T+1)
-            look: has the core look soon at what was done
+            agreement: knows when the run ends, and looks soon at what was done
             counted: called with each microbatch that has counted; for tests
         """
         self.validations: deque[Validation] = deque(maxlen=8)
@@ -108,7 +109,7 @@ class BatchLauncher:
         self._member = member
         self._view = view
         self._validation = validation
-        self._look = look
+        self._agreement = agreement
         self._counted_hook = counted
         self._timeout_s = self._manifest.limits.hop_timeout_s * max(self._manifest.stages.count - 1, 1)
         self._window = InFlightWindow(core.capacity.microbatches)
@@ -174,7 +175,7 @@ class BatchLauncher:
                     self._slices.tell_ends(present)
             if self._is_news(told):
                 told = self._told()
-                self._look()
+                self._agreement.look()
                 self._context.changed.notify()
             await self._context.changed.wait_for(partial(self._is_news, told))
 
@@ -215,12 +216,11 @@ class BatchLauncher:
 
     def _is_past_end(self, member: Member, number: int) -> bool:
         """Whether the run has no optimizer step that a round could make."""
-        return member.log.optimizer_step_at(number) >= self._last_step(member)
+        return member.log.optimizer_step_at(number) >= self._last_step()
 
-    def _last_step(self, member: Member) -> int:
-        """The optimizer step of the run's last weights."""
-        entries, num_stages = member.log.restart.entries, self._manifest.stages.count
-        return last_step_of(self._manifest.training.steps, entries, num_stages)
+    def _last_step(self) -> int:
+        """The optimizer step of the run's last weights, as is known by now."""
+        return last_step_of(self._manifest.training.steps, self._agreement.core.epoch.word)
 
     def _has_room(self) -> bool:
         member, place = self._member(), self._place()
@@ -281,7 +281,7 @@ class BatchLauncher:
             self._in_flight -= 1
             self._context.metrics.in_flight.set(self._in_flight)
             self._context.metrics.microbatches.labels("train", outcome).inc()
-            self._look()
+            self._agreement.look()
             self._context.changed.notify()
 
     async def _compute(self, batch: _Batch, entered: ReplicaRound) -> None:
@@ -345,11 +345,11 @@ class BatchLauncher:
     # --- validation
 
     def _validation_is_due(self) -> bool:
-        if (member := self._member()) is None:
+        if self._member() is None:
             return False
         # Not the round that is worked at: the last weights are of one that nothing is trained in.
         entered = self._core.rounds.current
-        is_due = self._manifest.training.validates_at(entered.step.optimizer_step, self._last_step(member))
+        is_due = self._manifest.training.validates_at(entered.step.optimizer_step, self._last_step())
         return is_due and self._core.admission.is_open and self._validated != _weights_of(entered)
 
     async def _validate(self, entered: ReplicaRound) -> None:

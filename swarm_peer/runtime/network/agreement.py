@@ -220,6 +220,11 @@ class Agreement:
         self._send(self.core.membership.announce_by_key(places, restart, least_term))
         self.look()
 
+    def say_by_key(self, word: str, least_term: int = 0) -> None:
+        """Tell all seats a word, in a term that the run key begins."""
+        self._send(self.core.membership.say_by_key(word, least_term))
+        self.look()
+
     async def told(self) -> None:
         """Wait until all messages have been sent, or have failed."""
         await self._context.changed.wait_for(lambda: not self._queued and not self._delivering)

@@ -23,12 +23,12 @@ from swarm_peer.protocol.log import Close, Committed, Log
 from swarm_peer.protocol.statements import Snapshot
 from swarm_peer.runtime.context import PeerContext, Threads
 from swarm_peer.runtime.network.agreement import Agreement, AgreementContext
-from swarm_peer.runtime.network.transport import Transport, unpack_fields
+from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.state.roots import root_of
 from swarm_peer.runtime.state.transfer import fetch_state
-from swarm_peer.wire.messages import StateIndex, StateIndexCall
+from swarm_peer.wire.messages import StateIndexCall
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,6 @@ GUARD_PAUSE_S = 0.2
 GUARD_TRIES = 7
 # The run begins anew with another snapshot, if one that it should begin with was given by nobody for so long.
 PATIENCE_S = 180.0
-
-# Peers that are asked for the name of a snapshot, one after the other.
-MOST_ASKED = 4
-CALL_TIMEOUT_S = 10.0
 
 # Takes a snapshot over; raises InvalidMessage if it cannot.
 Take = Callable[[NamedState], Awaitable[None]]
@@ -188,34 +184,6 @@ class SnapshotTaker:
             are_holders=True,
         )
 
-    async def find(self, stage: int, optimizer_step: int, holders: Sequence[str]) -> Committed:
-        """The entry that names the snapshot of a stage of some optimizer step, of which nothing else is downloaded.
-
-        Args:
-            holders: ids of peers that may have it, of which a few are asked
-
-        Raises:
-            CallError: nobody of these has one whose certificate is good
-        """
-        call = StateIndexCall(manifest=self._context.resolved.hash, of_stage=stage, optimizer_step=optimizer_step)
-        reasons = list[str]()
-        for holder in self._rng.sample(list(holders), min(len(holders), MOST_ASKED)):
-            try:
-                reply = await self._transport.call(holder, call, timeout_s=CALL_TIMEOUT_S)
-                if len(reply.tensors) != 1:
-                    raise InvalidMessage("the index is missing")
-                index = unpack_fields(StateIndex, reply.tensors[0])
-                committed: Committed = await self._threads.run(
-                    self._agreement.statements.decode, Committed, index.entry
-                )
-                self._check_entry(stage, committed, optimizer_step, is_certified=True)
-            except CallError as error:
-                reasons.append(f"{holder}: {error}")
-            else:
-                return committed
-        why = "; ".join(reasons) or "none is there"
-        raise CallError(f"nobody gave the name of the snapshot of stage {stage}: {why}")
-
     async def check(self, stage: int, state: StageState, *, is_certified: bool = False) -> NamedState:
         """A snapshot that somebody gives, or that was read from a file, if it is what its entry says.
 
@@ -231,25 +199,14 @@ class SnapshotTaker:
         fits = cut.stage == stage and (cut.round, cut.parent) == (state.round_number, state.history_hash)
         if not fits or not cut.root or await threads.run(root_of, dict(state.tensors), state.ledger) != cut.root:
             raise InvalidMessage(f"a state that is not what the entry of round {cut.round} of stage {cut.stage} names")
-        self._check_entry(stage, committed, state.optimizer_step, is_certified=is_certified)
-        return NamedState(committed, state)
-
-    def _check_entry(self, stage: int, committed: Committed, optimizer_step: int, *, is_certified: bool) -> None:
-        """Check that an entry was committed by a stage, and names a root of weights of this optimizer step.
-
-        Raises:
-            InvalidMessage: it was not
-        """
-        cut = committed.entry.cut
-        if cut.stage != stage or not cut.root:
-            raise InvalidMessage(f"an entry of stage {cut.stage} that names no root; wanted one of stage {stage}")
         epoch = self._agreement.core.membership.epoch_of(cut.epoch)
         if epoch is None and is_certified:
             raise InvalidMessage(f"a snapshot of epoch {cut.epoch.number}, which this peer does not know")
         if epoch is not None:
             claimed = Log(stage, epoch.restart).optimizer_step_at(cut.round)
-            if claimed != optimizer_step or not committed.entry.is_agreed(committed.agreement, epoch):
+            if claimed != state.optimizer_step or not committed.entry.is_agreed(committed.agreement, epoch):
                 raise InvalidMessage(f"a snapshot whose entry was not committed at optimizer step {claimed}")
+        return NamedState(committed, state)
 
 
 def holdings(agreement: Agreement, snapshots: NamedSnapshots, lag: int) -> tuple[int, int, frozenset[Snapshot]]:

@@ -216,7 +216,7 @@ class RoundDriver:
         member = self._member()
         restart = member.log.restart
         self._shut()
-        await self._workplace.begin(restart)
+        await self._workplace.discard()
         self._results.clear()
         self.updates.clear()
         # Those of guests that it has been given since it has this place, or since the run has gone back, stay.
@@ -268,7 +268,7 @@ class RoundDriver:
             return
         entry, restart = committed.entry, member.log.restart
         self._shut()
-        await self._workplace.apply(self.updates[entry.hash])
+        await self._workplace.apply(self.updates[entry.hash], self._agreement.core.word_at(entry.cut.epoch))
         if self._is_other(member, restart):
             return
         self._weights = restart, entry.hash

@@ -61,9 +61,6 @@ class Averager(Protocol):
 class Workplace(Protocol):
     """A stage's weights, gradient accumulator and microbatches."""
 
-    async def begin(self, restart: Restart) -> None:
-        """Empty the accumulator, and make the updates that follow as the run goes on from this restart."""
-
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
 
@@ -94,8 +91,12 @@ class Workplace(Protocol):
     async def try_own(self, means: Sequence[Tensor]) -> None:
         """Where updates are eager, begin with this seat's own gradient of the round before, until `apply`."""
 
-    async def apply(self, averages: Sequence[Tensor]) -> None:
-        """Update the weights; with no averages, as a round ends that has none."""
+    async def apply(self, averages: Sequence[Tensor], word: str) -> None:
+        """Update the weights; with no averages, as a round ends that has none.
+
+        Args:
+            word: what the run key had said, in the epoch in which the round was agreed
+        """
 
     async def root(self, standing: SeatWeights) -> str:
         """The root of the state, whose weights are these."""

@@ -63,14 +63,6 @@ class StageWorkplace:
         self._copied = copied
         self.result: StepResult | None = None
 
-    async def begin(self, restart: Restart) -> None:
-        """Empty the accumulator, and make the updates that follow as the run goes on from this restart."""
-        await self._in_device_thread(partial(self._begin, decay_in(restart.entries, self._context.resolved.num_stages)))
-
-    def _begin(self, decay: Decay | None) -> None:
-        self._discard()
-        self._trainer.decay = decay
-
     def open(self, number: int, standing: SeatWeights) -> None:
         """Let microbatches of a round in, which are computed from these weights."""
         rounds = self._core.rounds
@@ -147,10 +139,18 @@ class StageWorkplace:
         """Where updates are eager, begin with this seat's own gradient of the round before, until `apply`."""
         await self._in_device_thread(partial(self._trainer.strategy.try_own, means))
 
-    async def apply(self, averages: Sequence[Tensor]) -> None:
-        """Update the weights; with no averages, as a round ends that has none."""
-        self.result = await self._in_device_thread(partial(self._trainer.apply, averages))
+    async def apply(self, averages: Sequence[Tensor], word: str) -> None:
+        """Update the weights; with no averages, as a round ends that has none.
+
+        Args:
+            word: what the run key had said, in the epoch in which the round was agreed
+        """
+        self.result = await self._in_device_thread(partial(self._apply, averages, decay_in(word)))
         self._updates.end_round(self._context.clock.monotonic_s(), is_skipped=self.result.skipped)
+
+    def _apply(self, averages: Sequence[Tensor], decay: Decay | None) -> StepResult:
+        self._trainer.decay = decay
+        return self._trainer.apply(averages)
 
     async def root(self, standing: SeatWeights) -> str:
         """The root of the state, whose weights are these."""
