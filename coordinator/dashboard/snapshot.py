@@ -13,7 +13,7 @@ from typing import Any, cast
 from coordinator.watch.contributions import Given
 from coordinator.watch.happenings import Event
 from coordinator.watch.metrics_file import MetricsLine
-from coordinator.watch.reached import how_reached
+from coordinator.watch.reached import how_reached, neighbours_of
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
 from coordinator.watch.what_is_trained import training_line
@@ -207,6 +207,8 @@ def _peers(watch: RunWatch, known: Background, unix_s: float) -> dict[str, Any]:
     for peer, _ in rows[:MAX_PEERS]:
         if reached := how_reached(peer, watch):
             shown[peer.peer_id]["reached"] = reached
+        if lines := neighbours_of(peer, watch):
+            shown[peer.peer_id]["neighbours"] = lines
     supply, emptied = _supply(watch), _emptied(watch.view)
     slowest = supply.index(min(supply))
     for peer, state in rows[:MAX_PEERS]:

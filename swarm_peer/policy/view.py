@@ -63,6 +63,26 @@ class TimeShares(NamedTuple):
         return 100 - sum(self)
 
 
+# By its last characters, people know a peer.
+ID_CHARS = 8
+
+
+class Neighbour(NamedTuple):
+    """A peer with which another one exchanges much.
+
+    Attributes:
+        peer: the end of its id
+        through: the end of the id of the member that carries the connection; empty if none does
+        round_trip_ms: of the call that it has answered fastest lately
+        bytes_per_s: of tensors that the two exchange, both ways together
+    """
+
+    peer: str
+    through: str
+    round_trip_ms: int
+    bytes_per_s: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerView:
     """One peer, by its last announcement.
@@ -88,6 +108,7 @@ class PeerView:
         announced: serial number of the announcement
         is_reachable: whether others can dial it; None if that is not known
         relays: ids of those who carry its connections to others, where there is no direct way; some of them
+        neighbours: those with which it exchanges most, the busiest first; for people alone
         incarnation: which life of the peer this is (see Life)
         name: by which people recognise it; empty if it has none
         device: what it computes on, in words, and
@@ -117,6 +138,7 @@ class PeerView:
     since_s: float | None = None
     is_reachable: bool | None = None
     relays: tuple[str, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
     moved_from: int = UNDECIDED
     moving_to: int = UNDECIDED
     announced: int = 0

@@ -15,7 +15,7 @@ from swarm_peer.model.costs import REPLIES_KEPT
 from swarm_peer.model.traffic import boundary_bytes, stage_traffic
 from swarm_peer.model.training import StageTrainer
 from swarm_peer.policy.trouble import UpdateRecord
-from swarm_peer.policy.view import PeerState, SwarmView
+from swarm_peer.policy.view import ID_CHARS, Neighbour, PeerState, SwarmView
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Log
 from swarm_peer.protocol.member import Member
@@ -52,6 +52,7 @@ from swarm_peer.runtime.step.giving import Giving
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
 from swarm_peer.wire.messages import Body
+from swarm_peer.wire.records import MAX_NEIGHBOURS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,20 @@ class PeerParts:
     snapshots: NamedSnapshots
     agreement: Agreement
     base: BaseSources
+
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """The peers with which this one exchanges most, and how it reaches them."""
+        found = tuple(
+            Neighbour(
+                peer=each.peer_id[-ID_CHARS:],
+                through=self.dht.relay_to(each.peer_id)[-ID_CHARS:],
+                round_trip_ms=round(1000 * each.round_trip_s),
+                bytes_per_s=round(each.bytes_per_s),
+            )
+            for each in self.transport.busiest(MAX_NEIGHBOURS)
+        )
+        self.context.metrics.show_neighbours(found)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

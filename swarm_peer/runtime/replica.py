@@ -154,6 +154,7 @@ class Replica:
             queue=admission.admitted + admission.held,
             bandwidth_bytes_per_s=self.parts.sources.bytes_per_s,
             time_shares=self.parts.core.time.shares(),
+            neighbours=self._peer.neighbours(),
         )
 
     def _complaint(self, state: PeerState) -> Complaint | None:

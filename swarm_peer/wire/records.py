@@ -18,7 +18,7 @@ from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.timeline import Timeline
 from swarm_peer.policy.trouble import Trouble
-from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, TimeShares
+from swarm_peer.policy.view import ID_CHARS, UNDECIDED, Neighbour, PeerState, PeerView, TimeShares
 from swarm_peer.settings import PEER_NAME
 from swarm_peer.wire.fields import (
     FiniteFloat,
@@ -43,6 +43,11 @@ MAX_STORED_BYTES = 15 * 1024
 MAX_MANIFEST_BYTES = MAX_STORED_BYTES - 512
 # Addresses in one announcement: one for each network that the peer is in.
 MAX_RELAYS = 4
+MAX_NEIGHBOURS = 6
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Neighbour = tuple[
+    Annotated[str, Field(min_length=1, max_length=ID_CHARS)], Annotated[str, Field(max_length=ID_CHARS)], _Count, _Count
+]
 MAX_ADDRESSES = 4
 
 # Most assignments that fit MAX_STORED_BYTES with the longest reasons.
@@ -127,6 +132,7 @@ class Announcement(Record):
         addresses: where others may dial it, by its own account, the best one first
         is_reachable: whether others have found that they can dial it; None if none of them has tried
         relays: who carries its connections to others, where there is no direct way; some of them
+        neighbours: those with which it exchanges most, as policy/view.py: Neighbour names it
         incarnation: which life of the peer this is (see policy/view.py: Life)
         name: by which people recognise it; anybody may take any name
         time_shares: the percentages of its time that policy/view.py: TimeShares names
@@ -159,6 +165,7 @@ class Announcement(Record):
     addresses: tuple[Annotated[str, Field(max_length=512)], ...] = Field((), max_length=MAX_ADDRESSES, fail_fast=True)
     is_reachable: bool | None = None
     relays: tuple[Annotated[str, Field(max_length=64)], ...] = Field((), max_length=MAX_RELAYS, fail_fast=True)
+    neighbours: tuple[_Neighbour, ...] = Field((), max_length=MAX_NEIGHBOURS, fail_fast=True)
     incarnation: Incarnation = 0
     name: str = Field("", max_length=32, pattern=PEER_NAME)
     time_shares: TimePercent | None = None
@@ -174,12 +181,13 @@ class Announcement(Record):
             arrived_s: when this announcement came, on the reader's clock
         """
         # The others are alike.
-        own = {"serial", "state", "state_s", "addresses", "time_shares", "trouble", "trouble_s"}
+        own = {"serial", "state", "state_s", "addresses", "neighbours", "time_shares", "trouble", "trouble_s"}
         return PeerView(
             peer_id=peer_id,
             state=PeerState(self.state),
             since_s=arrived_s - self.state_s,
             announced=self.serial,
+            neighbours=tuple(Neighbour(*each) for each in self.neighbours),
             time_shares=None if self.time_shares is None else TimeShares(*self.time_shares),
             trouble=Trouble(self.trouble) if self.trouble else None,
             trouble_since_s=arrived_s - self.trouble_s if self.trouble else None,

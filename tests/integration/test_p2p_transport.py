@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -364,6 +365,27 @@ async def test_a_reply_that_cannot_travel_is_a_defect_of_one_call(caplog: pytest
             await transport.call(callee.transport.peer_id, Say(op="defect"), timeout_s=10)
         assert callee.metrics.handler_defects._value.get() == 1
         await transport.call(callee.transport.peer_id, Say(op="echo"), timeout_s=10)
+
+
+@on_uvloop
+async def test_what_is_exchanged_with_each_neighbour_is_counted() -> None:
+    async with (
+        serving() as callee,
+        P2PTransport.open(
+            callee.caller, passes=EVERYBODY, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=PeerMetrics()
+        ) as transport,
+    ):
+        peer_id = callee.transport.peer_id
+        assert transport.busiest(6) == ()
+        began_s = time.monotonic()
+        for _ in range(3):
+            await transport.call(peer_id, Say(op="echo"), (memoryview(bytes(1000)),), timeout_s=10)  # both ways
+        [found] = transport.busiest(6)
+        seconds = time.monotonic() - began_s
+        assert found.peer_id == peer_id
+        assert 0 < found.round_trip_s < seconds
+        assert found.bytes_per_s > 0
+        assert callee.transport.busiest(6) == (), "it has called nobody"
 
 
 LONG_HELLO = Frame(FrameType.HELLO, 0, "", {"pass": b"", "revocations": bytes(2**15)})

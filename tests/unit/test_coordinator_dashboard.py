@@ -25,7 +25,7 @@ from coordinator.watch import contributions as contributions_module
 from coordinator.watch.contributions import ContributionEstimates
 from coordinator.watch.metrics_file import ValidationLoss, metrics_line
 from swarm_peer.errors import UserError
-from swarm_peer.policy.view import PeerState, SwarmView, TimeShares
+from swarm_peer.policy.view import Neighbour, PeerState, SwarmView, TimeShares
 
 TOKEN = "a-token-of-the-tests"
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\0"
@@ -156,6 +156,13 @@ def test_peers_are_told_why_they_compute_little():
     assert row(is_reachable=False, relays=(others[0].peer_id,))["reached"] == f"through {others[0].name}"
     assert row(is_reachable=False, relays=("QmNobody12345678",))["reached"] == "through …12345678"
     assert "reached" not in row(is_reachable=None)
+    told = row(
+        neighbours=(Neighbour(others[0].peer_id[-8:], "", 40, 1_200_000), Neighbour("12345678", "87654321", 9, 0))
+    )
+    assert told["neighbours"] == [
+        f"{others[0].name}: answers within 40 ms, 1.2 MB/s",
+        "…12345678 through …87654321: answers within 9 ms, 0 MB/s",
+    ]
 
 
 def test_the_time_of_a_stages_devices_is_shown_where_it_is_known():

@@ -398,3 +398,26 @@ async def test_a_peer_that_is_gone_while_others_are_there_is_called_more_and_mor
     other = PeerID.from_base58(OTHER.peer_id)
     for looks in await calls_to_lost_peers(monkeypatch, present=[other], num_looks=4 * REJOIN_TRIES):
         assert looks == [*range(1, REJOIN_TRIES + 1), 2 * REJOIN_TRIES, 3 * REJOIN_TRIES, 4 * REJOIN_TRIES]
+
+
+async def test_a_job_of_the_node_that_ends_before_it_is_told(caplog):
+    dht = SwarmDHT(
+        node=SimpleNamespace(p2p=None, cache_refresh_task=None, shutdown=AsyncMock()),
+        identity=ME,
+        metrics=PeerMetrics(),
+        ways=lambda: Ways(()),
+        clock=SystemClock(),
+        places=None,
+        passes=EVERYBODY,
+    )
+
+    async def fails():
+        raise RuntimeError("a defect")
+
+    dht._go_on(fails(), asyncio.sleep(1000))
+    await asyncio.gather(*(job for job in dht._tasks if "fails" in repr(job.get_coro())), return_exceptions=True)
+    await asyncio.sleep(0)  # the loop tells of ends in its next turn
+    assert "fails" in caplog.text
+    assert "RuntimeError: a defect" in caplog.text
+    await dht._close()
+    assert dht.metrics.handler_defects._value.get() == 1, "what is cancelled with the node is no defect"

@@ -287,7 +287,14 @@ async def test_a_peer_announces_all_that_others_know_of_it(dht):
     clock = MovedClock(now=2.0)
     directory = own_directory(dht, clock)
     shares = TimeShares(60, 25, 5)
-    told = {"state": "serving", "moving_to": 0, "is_reachable": True, "name": "mine", "relays": ("other",)}
+    told = {
+        "state": "serving",
+        "moving_to": 0,
+        "is_reachable": True,
+        "name": "mine",
+        "relays": ("other",),
+        "neighbours": (("a", "", 3, 4),),
+    }
     told |= {"upload_bytes_per_s": 1e6, "download_bytes_per_s": 2e6, "device_samples_per_s": 9.0}
     said = ANNOUNCEMENT.model_copy(update=told).view(dht.identity.peer_id, 1.0)
     assert [field.name for field in fields(said) if getattr(said, field.name) == field.default] == ["work_per_s"]

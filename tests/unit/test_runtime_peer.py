@@ -369,7 +369,8 @@ def test_a_replica_announces_the_worst_of_its_troubles(state, is_told):
     replica = object.__new__(Replica)
     replica.stage = 0
     me = SimpleNamespace(life=7)
-    replica._peer = SimpleNamespace(agreement=SimpleNamespace(core=SimpleNamespace(membership=SimpleNamespace(me=me))))
+    agreement = SimpleNamespace(core=SimpleNamespace(membership=SimpleNamespace(me=me)))
+    replica._peer = SimpleNamespace(agreement=agreement, neighbours=tuple)
     core = SimpleNamespace(
         admission=SimpleNamespace(admitted=0, held=0),
         speed=SimpleNamespace(samples_per_s=1.0, device_samples_per_s=1.0, is_limited=False),

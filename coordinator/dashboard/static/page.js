@@ -234,7 +234,7 @@ function showPeers() {
         { text: String(peer.moves ?? 0) },
         { text: peer.since ? ago(state.now - peer.since) : "–", title: peer.since ? when(peer.since) : "" },
         { text: peer.device, title: peer.version && `Swarm ${peer.version}` },
-        { text: peer.reached ?? "–" },
+        { text: peer.reached ?? "–", title: peer.neighbours?.join("\n") },
         { text: noteOf(peer) },
       ],
     };

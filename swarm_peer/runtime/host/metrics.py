@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from swarm_peer import __version__
 from swarm_peer.errors import UserError
-from swarm_peer.policy.view import TimeShares
+from swarm_peer.policy.view import Neighbour, TimeShares
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class PeerMetrics:
         self._time_share = gauge(
             "device_time_share", "How this peer has spent its time lately, from 0 to 1", "activity"
         )
+        labels = ("neighbour", "through")
+        self._round_trip = gauge("neighbour_round_trip_seconds", "Of the call answered fastest lately", *labels)
+        self._exchanged = gauge("neighbour_bytes_per_second", "Tensors exchanged with a neighbour lately", *labels)
         gauge("peer_info", "Constant 1", "version").labels(__version__).set(1)
 
     def lose(self, samples: int, reason: str, *, round_number: int) -> None:
@@ -98,6 +101,14 @@ class PeerMetrics:
         """Set the gauges of why this peer's owner has it paused; None if it is not."""
         for each in reasons:
             self._paused.labels(each).set(each == reason)
+
+    def show_neighbours(self, neighbours: Iterable[Neighbour]) -> None:
+        """Set the gauges of how this peer and its busiest neighbours get on."""
+        self._round_trip.clear()
+        self._exchanged.clear()
+        for peer, through, round_trip_ms, bytes_per_s in neighbours:
+            self._round_trip.labels(peer, through).set(round_trip_ms / 1000)
+            self._exchanged.labels(peer, through).set(bytes_per_s)
 
     def show_time_shares(self, shares: TimeShares | None) -> None:
         """Set the gauges of how this peer has spent its time, if that is known."""

@@ -162,7 +162,7 @@ class SwarmDHT:
                 carriers=meetings.carriers,
             )
             opened.push_async_callback(_in_time, dht._close)
-            dht._tasks |= {asyncio.create_task(each) for each in (dht._rejoin(), reachability.run(), meetings.run())}
+            dht._go_on(dht._rejoin(), reachability.run(), meetings.run())
             yield dht
 
     @property
@@ -192,6 +192,11 @@ class SwarmDHT:
         self.metrics.carried_connections.set(carried.total())
         return tuple(relay for relay, _ in carried.most_common())
 
+    def relay_to(self, peer_id: str) -> str:
+        """The node that carries this one's connection to a peer; empty if none does."""
+        carrier = self._carriers.get(peer_id)
+        return "" if carrier is None else carrier.helper
+
     def carried_bytes_per_s(self, peer_id: str) -> float:
         """The bytes a second that a connection to a peer has if another node carries it; else inf."""
         carrier = self._carriers.get(peer_id)
@@ -215,6 +220,20 @@ class SwarmDHT:
             # With hivemind's deadline of three seconds. It raises for an answer that is none.
             await asyncio.gather(*map(self._node.protocol.call_ping, called), return_exceptions=True)
             await anyio.sleep(REJOIN_S)
+
+    def _go_on(self, *jobs: Coroutine[Any, Any, None]) -> None:
+        """Run jobs that take as long as the node is there."""
+        for job in jobs:
+            task = asyncio.create_task(job)
+            self._tasks.add(task)
+            task.add_done_callback(self._tell_end)
+
+    def _tell_end(self, job: asyncio.Task[None]) -> None:
+        """Count a job that has ended before the node has, and say so: nobody does its work any more."""
+        if not job.cancelled():
+            self.metrics.handler_defects.inc()
+            text = "node_job_ended job=%s reason=a defect of this program: start it again"
+            log.error(text, job.get_coro(), exc_info=job.exception())
 
     async def _close(self) -> None:
         tasks = [*self._tasks, *([self._node.cache_refresh_task] if self._node.cache_refresh_task else [])]

@@ -259,6 +259,7 @@ class Directory:
             addresses=tuple(self._dht.addresses[:MAX_ADDRESSES]),
             is_reachable=me.is_reachable,
             relays=me.relays,
+            neighbours=me.neighbours,
             incarnation=me.incarnation,
             name=me.name,
             time_shares=me.time_shares,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 
@@ -24,6 +25,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NotAdmitted, NotServing, PeerUnreachable
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.host.metrics import PeerMetrics
+from swarm_peer.runtime.network.exchanged import Exchanged, ExchangedRecord
 from swarm_peer.runtime.network.frame_stream import FrameStream, num_bytes_of, on_network
 from swarm_peer.runtime.network.link import Link
 from swarm_peer.runtime.network.pass_checker import PassChecker
@@ -197,6 +199,7 @@ class P2PTransport(Transport):
         self._max_payload_bytes = max_payload_bytes
         self._metrics = metrics
         self._link = link or Link()
+        self._exchanged = ExchangedRecord(time.monotonic)
         self._tasks = tasks
         self._connections: dict[str, _Connection] = {}
         self._callers: dict[str, _Caller] = {}
@@ -249,6 +252,10 @@ class P2PTransport(Transport):
             self._is_listening = True
             await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
 
+    def busiest(self, most: int) -> Sequence[Exchanged]:
+        """The peers with which this one exchanges most."""
+        return self._exchanged.busiest(most)
+
     async def answered(self) -> None:
         """Wait until this peer has written its replies to all calls that are under way."""
         while busy := [caller for caller in self._callers.values() if caller.calls]:
@@ -263,7 +270,11 @@ class P2PTransport(Transport):
             self._tasks.start_soon(self._run_connection, peer_id, callee, connection)
         try:
             with anyio.fail_after(timeout_s):
-                return await connection.call(body, tensors)
+                began_s = time.monotonic()
+                reply = await connection.call(body, tensors)
+                num_bytes = num_bytes_of(tensors) + num_bytes_of(reply.tensors)
+                self._exchanged.called(peer_id, time.monotonic() - began_s, num_bytes)
+                return reply
         except TimeoutError:
             raise CallTimeout(f"{peer_id} did not answer within {timeout_s:.1f} s") from None
 
@@ -392,6 +403,7 @@ class P2PTransport(Transport):
                     head, tensors = await self._run_handler(caller.peer_id, frame)
                 if not scope.cancel_called:
                     await stream.send(head, tensors, lambda: not scope.cancel_called)
+                    self._exchanged.answered(caller.peer_id, num_bytes_of(frame.tensors) + num_bytes_of(tensors))
             except PeerUnreachable as error:
                 self._metrics.lost_replies.inc()
                 log.debug("reply_lost peer=%s op=%.40r reason=%s", caller.peer_id, frame.op, error)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from swarm_peer.config_errors import describe
 from swarm_peer.errors import ERROR_BY_CODE, CallError, InvalidMessage, RoundClosed
 from swarm_peer.policy.run_progress import MAX_ROUND
+from swarm_peer.runtime.network.exchanged import Exchanged
 from swarm_peer.wire.messages import Body
 from swarm_peer.wire.packing import MAX_BYTES, unpack
 
@@ -74,6 +75,10 @@ class Transport(ABC):
     @abstractmethod
     async def answered(self) -> None:
         """Wait until this peer has written its replies to all calls that are under way."""
+
+    def busiest(self, most: int) -> Sequence[Exchanged]:
+        """The peers with which this one exchanges most; none where that is not counted."""
+        return ()
 
 
 def check_body(model: type[AnyBody], fields: dict[str, Any] | None) -> AnyBody:
