@@ -172,6 +172,7 @@ def test_a_peer_behind_a_router_works_with_public_ones(
         (("port_restricted", "restricted"), "direct"),
         (("symmetric", "double"), "through"),
         (("no_udp", "full"), "direct"),
+        (("no_udp", "no_udp"), "through"),
     ],
 )
 def test_two_at_home_train_together_with_one_public_member_beside_them(
@@ -187,6 +188,10 @@ def test_two_at_home_train_together_with_one_public_member_beside_them(
     found = [way for name in names for way in re.findall("way_found .* way=([a-z]+)", processes.log(name))]
     # A full cone may be dialled with nobody's help.
     assert way in found or (not found and "full" in kinds)
+    if kinds == ("no_udp", "no_udp"):
+        wait_for(lambda: any("TCP from both ends" in processes.log(name) for name in names), "a direct way", 60)
+        steps = (output / "metrics.jsonl").read_text().count("\n")
+        wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 10, "steps by it", 60)
 
 
 def test_a_router_that_forwards_ports_is_asked_to(

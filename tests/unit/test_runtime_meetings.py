@@ -23,10 +23,10 @@ from swarm_peer.runtime.network.meetings import (
     HELPER,
     MOST_MET_EACH,
     MOST_TOLD_EACH,
-    Carrier,
     Meetings,
     seen_at,
 )
+from swarm_peer.runtime.network.own_pipes import Carrier
 from swarm_peer.wire.help import MAX_ADDRESSES, HelpAnswer, HelpRequest
 from swarm_peer.wire.identity import Identity
 from swarm_peer.wire.packing import unpack
@@ -37,7 +37,7 @@ ANYTHING = st.one_of(
 )
 # Ids in order, since of two that look for each other the lower one goes on.
 A, B, HELP = sorted(Identity.generate().peer_id for _ in range(3))
-SEEN = {A: "/ip4/11.0.0.2/udp/7/quic-v1", B: "/ip4/11.0.0.3/udp/8/quic-v1", HELP: "/ip4/11.0.0.1/tcp/9"}
+SEEN = {A: "/ip4/11.0.0.2/udp/7/quic-v1", B: "/ip4/11.0.0.3/udp/8/quic-v1", HELP: "/ip4/11.0.0.1/udp/9/quic-v1"}
 
 
 @given(ANYTHING)
@@ -74,7 +74,7 @@ def test_requests_and_answers_are_read_as_they_are_written():
 
 def test_a_node_that_comes_through_a_relay_is_seen_nowhere():
     assert seen_at(["/ip4/127.0.0.1/tcp/9", SEEN[A] + "/p2p/" + A]) == (SEEN[A], "/ip4/11.0.0.2/tcp/7")
-    assert seen_at([SEEN[HELP]]) == ("/ip4/11.0.0.1/udp/9/quic-v1", SEEN[HELP])
+    assert seen_at(["/ip4/11.0.0.1/tcp/9"]) == ("/ip4/11.0.0.1/tcp/9", SEEN[HELP]), "first where it has been seen"
 
 
 class Passes:
@@ -162,6 +162,11 @@ class Client:
 
     async def disconnect(self, other):
         self.redialled.append("disconnect")
+        for _, writer in self.opened + self.net.nodes[other]._p2p.opened:
+            writer.close()
+        self.opened.clear()
+        self.net.nodes[other]._p2p.opened.clear()
+        self.net.links.discard(frozenset((self.me, other)))
 
     async def dial(self, other):
         self.redialled.append("dial")
@@ -226,6 +231,61 @@ async def test_where_that_fails_a_third_one_carries_their_connection(mode, monke
         assert len(opened) == 1
         opened[0][1].close()
         await until(lambda: not (nodes[A].carriers or nodes[B].carriers or nodes[HELP]._relays.num_held))
+
+
+def without_udp(monkeypatch, punch):
+    """A, whom the helper sees by TCP alone; `punch` takes a node's addresses."""
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.punch", lambda port, addresses: punch(tuple(addresses)))
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
+    monkeypatch.setitem(SEEN, A, "/ip4/11.0.0.2/tcp/7")
+    monkeypatch.setitem(SEEN, HELP, "/ip4/11.0.0.1/tcp/9")
+
+
+async def test_without_udp_a_carried_connection_gives_way_to_one_of_tcp_that_both_begin(monkeypatch, caplog):
+    ends = dict(zip((A, B), socket.socketpair(), strict=True))
+    punched = set()
+
+    async def punch(addresses):
+        punched.add(addresses)
+        return Ends(*await asyncio.open_connection(sock=ends[B if addresses == ("/ip4/11.0.0.2/tcp/7",) else A]))
+
+    without_udp(monkeypatch, punch)
+    net = Net(opens=False)
+    async with net.running() as nodes:
+        await nodes[B].reach(A, [])
+        await until(lambda: nodes[A].carriers and nodes[B].carriers)
+        await nodes[B]._improve()
+        assert not punched, "the other one begins"
+        caplog.set_level("INFO")
+        await nodes[A]._improve()
+        assert punched == {("/ip4/11.0.0.2/tcp/7",), ("/ip4/11.0.0.3/tcp/8",)}
+        assert "to=direct, TCP from both ends" in caplog.text
+        await until(lambda: frozenset((A, B)) in net.links and not (nodes[A].carriers or nodes[B].carriers))
+        assert not nodes[HELP]._relays.num_held
+        await nodes[A]._improve()
+        assert len(punched) == 2, "there is nothing to improve"
+        nodes[A]._p2p.opened[0][1].close()
+        await until(lambda: frozenset((A, B)) not in net.links)
+
+
+@pytest.mark.parametrize("fails", ["late", "by QUIC"])
+async def test_a_carried_connection_stays_where_nothing_better_is_found(fails, monkeypatch):
+    async def punch(addresses):
+        await anyio.sleep_forever()
+
+    without_udp(monkeypatch, punch)
+    if fails == "by QUIC":
+        monkeypatch.setitem(SEEN, A, "/ip4/11.0.0.2/udp/7/quic-v1")
+        monkeypatch.setitem(SEEN, HELP, "/ip4/11.0.0.1/udp/9/quic-v1")
+        monkeypatch.setattr("swarm_peer.runtime.network.meetings.punch", None)
+    net = Net(opens=False)
+    async with net.running() as nodes:
+        await nodes[A].reach(B, [])
+        await until(lambda: nodes[A].carriers and nodes[B].carriers)
+        await nodes[A]._improve()
+        assert nodes[A].carriers
+        assert nodes[B].carriers
+        assert not nodes[A]._p2p.redialled
 
 
 async def test_an_owner_may_have_nothing_carried(monkeypatch, caplog):

@@ -32,7 +32,8 @@ from swarm_peer.runtime.network.guarded_p2p import (
     explain_start_failure,
     refusal_of,
 )
-from swarm_peer.runtime.network.meetings import Carrier, Meetings
+from swarm_peer.runtime.network.meetings import Meetings
+from swarm_peer.runtime.network.own_pipes import Carrier
 from swarm_peer.runtime.network.pass_checker import PassChecker
 from swarm_peer.runtime.network.peer_addresses import by_quic, door_of, is_loopback, listening, ports_of
 from swarm_peer.runtime.network.reachability import Reachability, Ways

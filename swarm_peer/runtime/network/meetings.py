@@ -22,7 +22,6 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
@@ -32,8 +31,10 @@ from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.carrying import Ends, Rate, carry
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, StreamHandler
-from swarm_peer.runtime.network.peer_addresses import by_quic, by_tcp, is_dialable, is_loopback
+from swarm_peer.runtime.network.own_pipes import CONNECT_S, LOOK_S, Carrier, OwnPipes
+from swarm_peer.runtime.network.peer_addresses import by_quic, by_tcp, is_dialable, is_loopback, is_public
 from swarm_peer.runtime.network.places_held import Places
+from swarm_peer.runtime.network.punching import punch
 from swarm_peer.runtime.network.short_messages import receive, send, taken
 from swarm_peer.wire.help import MAX_ADDRESSES, HelpAnswer, HelpRequest
 
@@ -48,10 +49,6 @@ HELP_TIMEOUT_S = 3.0
 MOST_MEETINGS = 2
 # For both ends to dial each other: a few round trips of the furthest peers. A first call waits for it.
 PUNCH_S = 2.0
-# Between looks whether a node has connected that is being dialled.
-LOOK_S = 0.05
-# Over a relay, or by an address that has answered before.
-CONNECT_S = 8.0
 # A node without a way is looked for again after so long, and each time later.
 AGAIN_S = (15.0, 30.0, 60.0, 120.0)
 # Between looks whether a node that is reached through a relay can be dialled by now.
@@ -75,23 +72,12 @@ MOST_TOLD_EACH = 4
 def seen_at(connections: Sequence[str]) -> tuple[str, ...]:
     """Where a node is seen that has such connections to this one; nowhere, if they come through a relay.
 
-    It listens by QUIC and by TCP at the same port, and most routers keep the number.
+    It listens by QUIC and by TCP at the same port, and most routers keep the number. The first address is one that it
+    has been seen at.
     """
     plain = [address.partition("/p2p/")[0] for address in connections if not is_loopback(address)]
-    both = [each for address in plain for each in (by_quic(address), by_tcp(address))]
+    both = [each for address in plain for each in (address, by_quic(address), by_tcp(address))]
     return tuple(dict.fromkeys(both))[:MAX_ADDRESSES]
-
-
-@dataclass(frozen=True, slots=True)
-class Carrier:
-    """A helper that carries a connection of this node.
-
-    Attributes:
-        bytes_per_s: that the connection has of what the helper carries; as of its beginning
-    """
-
-    helper: str
-    bytes_per_s: float
 
 
 class Meetings:
@@ -118,7 +104,7 @@ class Meetings:
             own_addresses: where this machine may be dialled, as far as it knows
         """
         self._p2p = p2p
-        self._door = door
+        self._pipes = OwnPipes(p2p, door)
         self._relay_bytes_per_s = relay_bytes_per_s
         self._own_addresses = own_addresses
         self._rng = random.Random(p2p.peer_id.to_base58())
@@ -134,12 +120,12 @@ class Meetings:
         self._told = Places(MOST_TOLD, MOST_TOLD_EACH)
         self._relayed = Rate(relay_bytes_per_s or 1.0, self._count)
         self._metrics = metrics
-        self.carriers: dict[str, Carrier] = {}
+        self.carriers = self._pipes.carriers
 
     async def run(self) -> None:
         """Help others, and look for the ways that `reach` asks for, until cancelled."""
         async with anyio.create_task_group() as tasks:
-            self._tasks = tasks
+            self._tasks = self._pipes.tasks = tasks
             self._p2p.reach = self.reach
             await self._p2p.handle_streams(HELPER, self._in_own_task(self._help))
             await self._p2p.handle_streams(HELPED, self._in_own_task(self._be_reached))
@@ -160,16 +146,21 @@ class Meetings:
         for name, carrier in list(self.carriers.items()):
             if seen_at(connections.get(name, ())):
                 continue  # there is a direct way as well
-            # Some routers are open to those alone who told the node that its port is open.
-            if self._p2p.can_be_dialled(name) and now_s >= self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
-                self._improved_s[name] = now_s
-                log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
-                try:
+            if now_s < self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
+                continue
+            try:
+                # Some routers are open to those alone who told the node that its port is open.
+                if self._p2p.can_be_dialled(name):
+                    self._improved_s[name] = now_s
+                    log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
                     with on_network(CONNECT_S, errors=(Exception,)):
                         await self._p2p.disconnect(name)
                         await self._p2p.dial(name)
-                except PeerUnreachable as error:
-                    log.debug("way_not_changed peer=%s reason=%s", name, error)
+                elif self._me < name:  # of the two, one begins
+                    self._improved_s[name] = now_s
+                    await self._punch_by(carrier.helper, name)
+            except CallError as error:
+                log.debug("way_not_changed peer=%s reason=%s", name, error)
 
     def _in_own_task(self, serve: Callable[[str, str, Ends], Awaitable[None]]) -> StreamHandler:
         """A handler whose work ends with `run`."""
@@ -274,6 +265,45 @@ class Meetings:
         initial = [peer for peer in connected if peer in self._p2p.initial and peer not in dialable]
         return [*dialable, *initial][:MOST_HELPERS]
 
+    async def _punch_by(self, helper: str, name: str) -> None:
+        """Have a carried connection give way to one of TCP that both ends begin, unless UDP gets out at both of them.
+
+        Raises:
+            CallError: the helper does not help, or there is none
+        """
+        met = await self._ask_to_meet(helper, name)
+        seen = [*met[:1], *(await self._p2p.connections()).get(helper, ())]
+        if any(by_quic(each) != each for each in seen):
+            await self._punch(name, met, f"through {helper}")
+
+    async def _punch(self, name: str, addresses: Sequence[str], way: str) -> None:
+        """Do that, as the other end does at this moment; see punching.py.
+
+        Raises:
+            CallError: nothing has come of it
+        """
+        assert self._tasks is not None
+        if self._pipes.door is None:
+            raise PeerUnreachable("this node does not know where it listens itself")
+        own = list(self._own_addresses())
+        others = [each for each in addresses if by_quic(each) != each and is_public(each) and is_dialable(each, own)]
+        try:
+            with anyio.fail_after(PUNCH_S):
+                ends = await punch(self._pipes.door[1], others)
+        except TimeoutError:
+            raise CallTimeout("nobody has answered") from None
+        if self._me > name:  # of the two, one begins
+            self._tasks.start_soon(self._pipes.accept, name, await self._pipes.knock(), ends, None)
+            return
+        log.info("way_changes peer=%s from=%s to=direct, TCP from both ends", name, way)
+        try:
+            with on_network(CONNECT_S, errors=(Exception,)):
+                await self._p2p.disconnect(name)
+        except BaseException:
+            ends.writer.close()
+            raise
+        await self._pipes.dial(name, ends, None)
+
     async def _connect(self, name: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Have the daemon dial a node, which may dial this one meanwhile; returns once they are connected.
 
@@ -338,59 +368,8 @@ class Meetings:
         Raises:
             CallError: the helper does not, or the node does not answer there
         """
-        assert self._tasks is not None
         answer, ends = await self._ask(helper, HELPER, HelpRequest(self._p2p.passes.own_pass, True, name))
-        carrier = Carrier(helper, answer.bytes_per_s)
-        is_taken = False
-
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal is_taken
-            assert self._tasks is not None
-            if is_taken:  # by the daemon, which is the only one that has been told of this port
-                writer.close()
-                return
-            is_taken = True
-            self._tasks.start_soon(
-                self._carry_own, name, carrier, writer.get_extra_info("sockname")[1], Ends(reader, writer), ends
-            )
-
-        server: asyncio.Server | None = None
-        is_connected = False
-        try:
-            server = await asyncio.start_server(accept, "127.0.0.1", 0)
-            port = server.sockets[0].getsockname()[1]
-            with on_network(CONNECT_S, errors=(Exception,)):
-                await self._p2p.connect(name, [f"/ip4/127.0.0.1/tcp/{port}"])
-            is_connected = True
-        finally:
-            if server is not None:
-                server.close()
-            # The daemon may have been connected before, and not come; or it came, and nobody answered it.
-            if not (is_connected and is_taken):
-                ends.writer.close()
-
-    async def _carry_own(self, name: str, carrier: Carrier, port: int, daemon: Ends, ends: Ends) -> None:
-        """Carry this node's own connection to a node between its daemon and the helper, until it ends.
-
-        Args:
-            port: of this end, as the daemon sees it. Others name whom they like; that it is the node that is at the
-                other end is true once the daemon has made sure of it
-        """
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._note_carrier, name, carrier, f"/ip4/127.0.0.1/tcp/{port}")
-            try:
-                await carry(daemon, ends)
-            finally:
-                tasks.cancel_scope.cancel()
-                if self.carriers.get(name) is carrier:
-                    del self.carriers[name]
-                    log.info("way_ended peer=%s way=through %s", name, carrier.helper)
-
-    async def _note_carrier(self, name: str, carrier: Carrier, address: str) -> None:
-        with anyio.move_on_after(CONNECT_S), suppress(PeerUnreachable):
-            while address not in (await self._p2p.connections()).get(name, ()):  # noqa: ASYNC110
-                await anyio.sleep(LOOK_S)
-            self.carriers[name] = carrier
+        await self._pipes.dial(name, ends, Carrier(helper, answer.bytes_per_s))
 
     def _own_plain(self) -> tuple[str, ...]:
         plain = [
@@ -453,7 +432,10 @@ class Meetings:
                     await self._be_relayed(request.other, Carrier(helper, request.bytes_per_s), ends)
                 else:
                     await self._answer(ends, HelpAnswer(shown=passes.own_pass, addresses=self._own_plain()))
-                    await self._connect(request.other, request.addresses, PUNCH_S)
+                    if (carrier := self.carriers.get(request.other)) is not None:
+                        await self._punch(request.other, request.addresses, f"through {carrier.helper}")
+                    else:
+                        await self._connect(request.other, request.addresses, PUNCH_S)
         except NoRoom as error:
             await self._refuse(ends, error)
             raise
@@ -462,14 +444,10 @@ class Meetings:
         # Both may look for each other at once, and one connection is enough.
         if other in self._searches and self._me < other:
             raise NoRoom("this node is about to reach the other one itself")
-        if self._door is None:
-            raise NoRoom("this node does not know where it listens itself")
-        with on_network(HELP_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(*self._door)
-        with closing(writer):
+        daemon = await self._pipes.knock()
+        with closing(daemon.writer):
             await self._answer(ends, HelpAnswer(shown=self._p2p.passes.own_pass))
-            port = writer.get_extra_info("sockname")[1]
-            await self._carry_own(other, carrier, port, Ends(reader, writer), ends)
+            await self._pipes.accept(other, daemon, ends, carrier)
 
     async def _refuse(self, ends: Ends, error: CallError) -> None:
         await self._answer(ends, HelpAnswer(refusal=str(error)[:200]))
