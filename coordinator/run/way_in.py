@@ -24,6 +24,11 @@ IP6_ALONE = (
     "HOST is the IPv4 address of the cloud or router that hands TCP port {port} on to it.\n"
 )
 
+LOCAL_FILES = (
+    "On another machine, --data-dir is the folder there that has the run's files. A peer of any stage but 0 may "
+    "leave it out, unless the weights to begin with are among them.\n"
+)
+
 
 class WayIn:
     """Tells how peers join: on the terminal, and in files.
@@ -89,6 +94,8 @@ class WayIn:
             self._printed = told
             while_ = ", as long as the coordinator or one of the peers named lives" if peers else ""
             self._say(f"{news}Peers join with{while_}:\n\n  {self.line}\n")
+            if self._data_dir:
+                self._say(LOCAL_FILES)
         if moved and not self._is_announced and not all(map(is_loopback, own)):
             public = [address for address in own if is_public(address)]
             if not public:

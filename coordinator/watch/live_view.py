@@ -22,7 +22,7 @@ from swarm_peer.policy.view import PeerView
 # Seconds between lines where the output is no terminal.
 PLAIN_LINE_S = 5.0
 # Events that are told on the terminal as they happen; the view shows what the others come to.
-TOLD = frozenset({"stands_still", "goes_on", "trouble"})
+TOLD = frozenset({"rewound", "stands_still", "goes_on", "trouble"})
 
 
 class LiveView:
@@ -43,7 +43,6 @@ class LiveView:
         self._live = Live(console=self._console, refresh_per_second=2, transient=False)
         self._printed_at = 0.0
         self._printed_step = -1
-        self._last_step = 0
         self._was_empty: list[int] = []
         self._has_seen_peers = False
 
@@ -67,9 +66,6 @@ class LiveView:
 
     def update(self, watch: RunWatch) -> None:
         """Show the run as it is now."""
-        if watch.lines and watch.optimizer_step < self._last_step:
-            self.print(f"The run has gone back from optimizer step {self._last_step} to {watch.optimizer_step}.")
-        self._last_step = watch.optimizer_step
         # A coordinator that is started again knows from its files how far the run is, and has not looked round yet.
         self._has_seen_peers |= bool(watch.view.peers)
         if not self._console.is_terminal:

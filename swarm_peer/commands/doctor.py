@@ -64,6 +64,7 @@ def doctor(
         print(json.dumps({"can_take_part": is_able, "findings": rows}))
     else:
         _print(findings, has_colours=sys.stdout.isatty())
+        print(f"This machine {'can' if is_able else 'cannot'} take part.")
     if not is_able:
         sys.exit(CANNOT_TAKE_PART)
 

@@ -370,7 +370,7 @@ def load_pretrained(
     if unused := _unused(files, set(stored_names.values()), family):
         text = "weights_left_out model=%s tensors=%d first=%s reason=its config.json says nothing of them"
         log.warning(text, source.name, len(unused), unused[0])
-    log.info("weights_imported model=%s tensors=%d files=%s", source.name, len(stored_names), ",".join(wanted))
+    log.info("weights_imported model=%s tensors=%d files=%d", source.name, len(stored_names), len(wanted))
 
 
 def _unused(files: Iterable[str], used: AbstractSet[str], family: Family) -> list[str]:

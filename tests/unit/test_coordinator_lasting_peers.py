@@ -108,10 +108,15 @@ def test_a_peer_that_newcomers_may_be_sent_to(tmp_path, state, is_reachable, own
     assert named == ([address] if is_named else [])
 
 
-def make_way_in(folder, said, admission, address_file=None, **data):
+def make_way_in(folder, said, admission, address_file=None, base=(None, None), **data):
+    pretrained, sha256 = base
     return WayIn(
         dht=SimpleNamespace(addresses=OWN),
-        manifest=SimpleNamespace(admission=admission, data=DataSection(sequence_length=8, **data)),
+        manifest=SimpleNamespace(
+            admission=admission,
+            data=DataSection(sequence_length=8, **data),
+            model=SimpleNamespace(pretrained=pretrained, base_sha256=sha256),
+        ),
         run_key=RUN,
         output=folder,
         address_file=address_file,
@@ -147,9 +152,19 @@ def test_the_line_of_a_run_over_local_files_names_their_folder(tmp_path, is_fold
     books.mkdir()
     (books / "one.txt").write_text("text")
     local = {"dataset": str(books)} if is_folder else {"dataset": "text", "files": (str(books / "*.txt"),)}
-    way_in = make_way_in(tmp_path, [], "open", **local)
+    said = []
+    way_in = make_way_in(tmp_path, said, "open", **local)
     way_in.tell(())
     assert way_in.line.endswith(f" --data-dir '{books}'")
+    assert said[-1].startswith("On another machine, --data-dir is the folder there")
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_line_names_no_folder_for_a_tokenizer_that_members_give(tmp_path, is_given):
+    base = str(tmp_path), "0" * 64 if is_given else None
+    way_in = make_way_in(tmp_path, [], "open", base=base, dataset="embedded", tokenizer=str(tmp_path))
+    way_in.tell(())
+    assert ("--data-dir" in way_in.line) is not is_given
 
 
 @pytest.mark.parametrize("admission", ["invite", "open"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from rich.console import Console
 from watched_runs import VIEW, make_watch, peer
 
+from coordinator.watch.happenings import make_event
 from coordinator.watch.live_view import LiveView, peers_table, run_table
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.leadership import Term
@@ -63,14 +64,10 @@ def test_a_coordinator_that_is_started_again_says_nothing_before_it_has_looked(c
 
 
 def test_who_looks_on_is_told_that_the_run_went_back(capsys):
-    watch, live = make_watch(), LiveView(10)
-    watch.begun_at = 9
-    for step in (0, 3, 7, 5, 6):
-        watch.lines = [{"optimizer_step": step, "loss": 1.0, "tokens_per_s": 1.0}] if step else []
-        live.update(watch)
-    out = capsys.readouterr().out
-    assert out.count("gone back") == 1
-    assert "The run has gone back from optimizer step 7 to 5." in out
+    live = LiveView(10)
+    live.tell(make_event("rewound", "The run has gone back from optimizer step 7 to 5.", 0.0))
+    live.tell(make_event("joined", "anna joins stage 0.", 0.0))
+    assert re.fullmatch(r"[-\d]+ [:\d]+  The run has gone back from optimizer step 7 to 5\.\n", capsys.readouterr().out)
 
 
 def test_a_note_gives_a_terminal_no_commands():

@@ -178,7 +178,7 @@ def test_nothing_is_wrong_where_a_machine_fits_its_run():
     assert text["router"] == "one that translates addresses, as 11.0.0.9"
     assert text["links"] == "5.0 MB/s up and 20.0 MB/s down, at least"
     assert text["stages"] == "memory for all"
-    assert text["speed"] == "about 2.05e+03 tokens/s in stage 1, by its link; a peer there computes 3.07e+03"
+    assert text["speed"] == "about 2,050 tokens/s in stage 1, by its link; a peer there computes 3,070"
 
 
 def test_what_nobody_tells_is_no_fault():

@@ -75,14 +75,14 @@ def test_a_peer_that_does_not_serve_is_no_stage_mate(state):
 
 def test_no_peer_moves_to_a_stage_that_another_joins():
     peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
-    assert mover(*peers) == ChosenMover(None, "1 peers are joining stage 1")
+    assert mover(*peers) == ChosenMover(None, "1 peer is joining stage 1")
     assert mover(*peers[:2], serving("c", 1, state=PeerState.DRAINING)).peer_id == "a", "who leaves does not count"
 
 
 def test_a_stuck_peer_keeps_no_other_from_moving():
     peers = [serving("a", 0), serving("b", 0), serving("c", 1, state=PeerState.JOINING)]
     view = SwarmView(NUM_STAGES, (*peers, serving("d", 1, state=PeerState.JOINING)))
-    assert choose_mover(view, 1, {"a"}, stuck=["c"]).reason == "1 peers are joining stage 1"
+    assert choose_mover(view, 1, {"a"}, stuck=["c"]).reason == "1 peer is joining stage 1"
     assert choose_mover(view, 1, {"a"}, stuck=["c", "d"]).peer_id == "a"
 
 

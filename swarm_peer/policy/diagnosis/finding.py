@@ -56,6 +56,12 @@ def can_take_part(findings: Iterable[CheckFinding]) -> bool:
     return all(finding.level is not Level.FAILURE for finding in findings)
 
 
+def in_figures(number: float) -> str:
+    """A number with its first three figures, such as 2,050 or 0.31."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
+
+
 def in_bytes(count: float) -> str:
     """A number of bytes as people write it, such as 3.2 GB."""
     for unit in ("B", "kB", "MB", "GB"):

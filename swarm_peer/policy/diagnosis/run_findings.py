@@ -8,7 +8,7 @@ from enum import Enum
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from statistics import median
 
-from swarm_peer.policy.diagnosis.finding import CheckFinding, failure, fine, in_bytes, warning
+from swarm_peer.policy.diagnosis.finding import CheckFinding, failure, fine, in_bytes, in_figures, warning
 
 # Addresses that providers give to customers who share a public one: RFC 6598.
 SHARED_BY_PROVIDERS = IPv4Network("100.64.0.0/10")
@@ -16,6 +16,8 @@ SHARED_BY_PROVIDERS = IPv4Network("100.64.0.0/10")
 SLOWEST_BYTES_PER_S = 64e3
 # Of the time that a hop may take, the most that a microbatch should spend on the link.
 LINK_SHARE = 0.25
+# A closed port slows a peer, and keeps it from nothing.
+WITHOUT_PORT = "without that the peer takes part with other members' help, slowly where they carry its connections"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,7 @@ def judge_port(position: NetworkPosition) -> CheckFinding:
         remedy = "ask the provider for an address of this machine's own, since its router forwards no port"
     elif router_of(position) is RouterKind.NONE:
         remedy = f"let port {ports} through the firewall of this machine or of its cloud (TCP and UDP)"
-    return warning("port", f"closed to others at {', '.join(position.closed)}", remedy)
+    return warning("port", f"closed to others at {', '.join(position.closed)}", f"{remedy}; {WITHOUT_PORT}")
 
 
 def judge_router(position: NetworkPosition) -> CheckFinding:
@@ -242,7 +244,8 @@ def judge_speed(fits: Sequence[StageFit], tokens_per_sample: int) -> CheckFindin
         return fine("speed", "not estimated")
     best = max(fits, key=lambda fit: fit.samples_per_s)
     bound = "link" if best.is_linked else "device"
-    seen = f"about {best.samples_per_s * tokens_per_sample:.3g} tokens/s in stage {best.stage}, by its {bound}"
+    tokens_per_s = in_figures(best.samples_per_s * tokens_per_sample)
+    seen = f"about {tokens_per_s} tokens/s in stage {best.stage}, by its {bound}"
     if best.others_samples_per_s:
-        seen += f"; a peer there computes {best.others_samples_per_s * tokens_per_sample:.3g}"
+        seen += f"; a peer there computes {in_figures(best.others_samples_per_s * tokens_per_sample)}"
     return fine("speed", seen)

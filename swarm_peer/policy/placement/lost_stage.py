@@ -33,7 +33,7 @@ def choose_mover(
         if peer.state is PeerState.JOINING and peer.peer_id not in stuck
     ]
     if joining:
-        return ChosenMover(None, f"{len(joining)} peers are joining stage {lost_stage}")
+        return ChosenMover(None, f"{_peers_are(len(joining))} joining stage {lost_stage}")
     candidates = [
         (-len(view.serving(peer.stage)), peer.samples_per_s, peer.peer_id)
         for peer in view.peers
@@ -45,3 +45,7 @@ def choose_mover(
         return ChosenMover(None, reason)
     num_peers, _, peer_id = min(candidates)
     return ChosenMover(peer_id, f"it is the slowest of the {-num_peers} peers of the fullest stage")
+
+
+def _peers_are(count: int) -> str:
+    return "1 peer is" if count == 1 else f"{count} peers are"

@@ -31,12 +31,16 @@ def check_data_files(manifest: RunManifest, data_dir: Path | None, *, reads_toke
 
 
 def local_data_folder(manifest: RunManifest) -> Path | None:
-    """A folder of this machine that holds what the run reads first; None if it reads no files of the machine.
+    """A folder of this machine that holds what the run reads first; None if its peers need no files of their machines.
+
+    A tokenizer that members give, with the weights of a frozen base, is none of these.
 
     Raises:
         UserError: the manifest names no files that exist
     """
-    path = forbidden_path(manifest, None)
+    model = manifest.model
+    is_given = model.base_sha256 is not None and manifest.data.tokenizer == model.pretrained
+    path = forbidden_path(manifest, None, reads_tokenizer=not is_given)
     if path is None:
         return None
     return path.resolve() if path.is_dir() else path.resolve().parent

@@ -211,8 +211,9 @@ class Meetings:
                 # Such a peer may only have gone: its announcement lasts some seconds longer.
                 log.log(
                     logging.WARNING if self._failures[name] == len(AGAIN_S) else logging.INFO,
-                    "no_way peer=%s again_s=%.0f reason=%s: forward the port of this machine's router or of that "
-                    "one's, or have a member that both reach carry their connection (--relay-mbps)",
+                    "no_way peer=%s again_s=%.0f reason=%s: unless that peer has just left, forward the port of this "
+                    "machine's router or of that one's, or have a member that both reach carry their connection "
+                    "(--relay-mbps)",
                     name,
                     pause_s,
                     error,

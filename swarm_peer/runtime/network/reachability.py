@@ -193,7 +193,7 @@ class Reachability:
 
     def _conclude(self, sights: Sequence[Sight]) -> None:
         before, self.ways = self.ways, ways_to(self._own, self._announced, sights)
-        if before != self.ways:
+        if before.addresses != self.ways.addresses:
             me = self._p2p.peer_id.to_base58()
             log.info("addresses_changed addresses=%s", " ".join(f"{way}/p2p/{me}" for way in self.ways.addresses))
         if self._can_be_forwarded and self.ways.is_reachable is False and before.is_reachable is not False:

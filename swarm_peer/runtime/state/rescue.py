@@ -62,7 +62,7 @@ async def watch_stages(context: PeerContext, look: Look) -> int:
                 continue
             mover = choose_mover(view, stage, movable, stuck)
             if reported.get(stage) != mover.reason:
-                log.warning("stage_lost stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
+                log.warning("stage_empty stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
                 reported[stage] = mover.reason
             if mover.peer_id == me:
                 return stage

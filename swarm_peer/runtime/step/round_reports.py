@@ -119,6 +119,6 @@ class RoundReports:
             # Stage 0 alone knows which samples they are.
             num_samples = num_windows(contribution.samples) or self._samples_of(contribution.weight)
             self._metrics.lost_samples.inc(num_samples)
-            text = "samples_given_up samples=%d round=%d reason=no entry holds them: they are read again"
+            text = "samples_given_up samples=%d round=%d reason=no update holds them: they are read again"
             log.info(text, num_samples, contribution.name.round)
         lost.clear()
