@@ -79,6 +79,7 @@ class CheckpointGiver:
         self._clock = context.clock
         self._statements = statements
         self._offered: dict[Snapshot, int] = {}  # with the round that the states begin
+        self._damaged = set[tuple[int, int]]()  # optimizer steps and rounds of checkpoints that cannot be given
         self._looked_for: tuple[Restart, bool] | None = None
         self._retry_s = 0.0
         self._unlike = set[tuple[Restart, str]]()  # checkpoints whose states are not those that the run has begun with
@@ -198,20 +199,36 @@ class CheckpointGiver:
 
         try:
             checkpoint = await self._threads.run(find, abandon_on_cancel=True)
-            if checkpoint is None or (restart, checkpoint.address) in self._unlike:
-                return
-            if await self._give(checkpoint) != restart.entries:
-                self._give_nothing()
-                self._unlike.add((restart, checkpoint.address))
         except UserError as error:
-            log.warning("checkpoint_not_given reason=%s", error)
+            log.warning("checkpoints_not_seen reason=%s", error)
+            return
+        if checkpoint is None:
+            self._offer_no_more(restart)
+        elif (restart, checkpoint.address) not in self._unlike:
+            try:
+                if await self._give(checkpoint) != restart.entries:
+                    self._give_nothing()
+                    self._unlike.add((restart, checkpoint.address))
+            except UserError as error:
+                log.warning("checkpoint_not_given reason=%s", error)
+                self._offer_no_more(restart)
+
+    def _offer_no_more(self, restart: Restart) -> None:
+        """Offer none of the states that the run has begun with: this coordinator has had them, and cannot give them.
+
+        The run would begin with them again and again. Of the checkpoints that are left, the newest is offered.
+        """
+        lacking = {name for name in self._offered if name.entry in restart.entries}
+        self._damaged |= {(name.optimizer_step, self._offered[name]) for name in lacking}
+        self._offered = {name: number for name, number in self._offered.items() if name not in lacking}
 
     async def _find_newest(self, store: CheckpointStore, fits: Fits) -> None:
         """Offer the newest checkpoint that peers know by the names of its states."""
         newest = max(self._offered.values(), default=-1)
 
         def is_better(optimizer_step: int, round_number: int) -> bool:
-            return round_number > newest and fits(optimizer_step, round_number)
+            is_sound = (optimizer_step, round_number) not in self._damaged
+            return is_sound and round_number > newest and fits(optimizer_step, round_number)
 
         def find() -> tuple[frozenset[Snapshot], int] | None:
             checkpoint = store.newest_that(is_better, self._manifest)

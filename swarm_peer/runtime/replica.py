@@ -30,7 +30,7 @@ from swarm_peer.runtime.data.launcher import BatchLauncher, CountedHook
 from swarm_peer.runtime.data.slices import SliceReader, validation_samples
 from swarm_peer.runtime.data.tokenizers import load_tokenizer
 from swarm_peer.runtime.stage.device_thread import Priority
-from swarm_peer.runtime.state.joining import join
+from swarm_peer.runtime.state.joining import join, leave_former_place
 from swarm_peer.wire.records import Progress, ProgressRecord, progress_key
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Replica:
             manifest = await peer.base.manifest()
             data = await context.threads.run(_read_data, manifest, resolved, options, abandon_on_cancel=True)
         trainer = await cls._make_trainer(peer, stage)
-        peer.agreement.core.forget_prepared(stage)
+        await leave_former_place(peer.agreement, stage)
         return cls(Assembly(peer=peer, trainer=trainer, data=data, counted=counted))
 
     @staticmethod

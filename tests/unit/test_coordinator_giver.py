@@ -135,7 +135,7 @@ def with_house(test):
 
         anyio.run(go)
 
-    run.__name__ = test.__name__
+    run.__name__ = getattr(test, "__name__", "")
     return run
 
 
@@ -228,6 +228,35 @@ async def test_another_checkpoint_of_the_same_step_is_not_what_the_run_has_begun
     giver._retry_s = 0.0
     await giver._look(giver.membership, house.offered(reached=lambda: (0, 0)))
     assert len(giver._unlike) == 1
+
+
+async def offers_no_more(house, damage):
+    """The run would begin with it again and again; an older one is good."""
+    checkpoint = await house.save()
+    entries = entries_of(checkpoint.entries, checkpoint.round_number, Statements(RUN.peer_id, RUN))
+    giver, membership = house.giver(), house.coordinator.core.membership
+    giver.membership = membership
+    giver.note_saved(names_of(checkpoint.optimizer_step, entries), checkpoint.round_number)
+    part = house.coordinator.agreement
+    names = tuple(each.entry.hash for each in entries)
+    part.announce_by_key(part.core.epoch.places, house.restart_from(checkpoint, names))
+    file = next(house.folder.rglob("stage-001.safetensors"))
+    if damage == "gone":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data if damage == "changed" else data[:-1])
+    await giver._look(membership, house.offered(reached=lambda: (0, 0)))
+    assert membership.holds[2] == frozenset()
+    assert giver.snapshots.names == frozenset()
+    await giver._find_newest(house.store, lambda *_: True)
+    assert not giver._offered
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "changed"])
+def test_a_checkpoint_that_cannot_be_given_is_offered_no_more(tmp_path, damage):
+    with_house(partial(offers_no_more, damage=damage))(tmp_path)
 
 
 @with_house

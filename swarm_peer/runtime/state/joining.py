@@ -57,6 +57,17 @@ def _has_changed(core: Core, epoch: Epoch) -> bool:
     return core.epoch is not epoch
 
 
+async def leave_former_place(agreement: Agreement, stage: int) -> None:
+    """Wait until this peer has no place in a stage that it has by a replica which is gone, with its state."""
+    core = agreement.core
+    core.forget_prepared(stage)
+    core.membership.desired -= {stage}
+    if stage in core.membership.stages:
+        log.info("waiting stage=%d reason=it has left the stage, and the others do not know that yet", stage)
+        agreement.look()
+        await agreement.changed.wait_for(lambda: stage not in core.membership.stages)
+
+
 async def prepare(agreement: Agreement, stage: int, sources: StageSources) -> None:
     """Take over the state of a stage, for a place that this peer will wish for later.
 
