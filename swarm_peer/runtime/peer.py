@@ -34,7 +34,7 @@ from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.probing import ProbeGiver
 from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.owner import Owner, PeerCondition
-from swarm_peer.runtime.replica import PLACE_S, Replica
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.stage.device_thread import DeviceThread
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
 from swarm_peer.wire.agreement import Statements
@@ -270,12 +270,12 @@ class Peer:
         patience_s = 0.0  # nobody depends on this peer yet
         while not self._lifecycle.has_ended:
             if self._lifecycle.is_paused:
-                await self._rest(parts, self._mover, stage)
+                await self._rest(self._mover, stage)
             await self._begin_stay(parts, self._mover, stage, patience_s)
             if self._replica is not None:
                 stage, patience_s = await self._stay(self._replica, self._mover), HUB_PATIENCE_S
 
-    async def _rest(self, parts: PeerParts, mover: Mover, stage: int) -> None:
+    async def _rest(self, mover: Mover, stage: int) -> None:
         """Hold nothing of any stage while the owner has this peer paused; it still takes part in agreement.
 
         Args:
@@ -299,10 +299,6 @@ class Peer:
             await self._say_goodbye()
             return
         log.warning("resumed stage=%d", stage)
-        # A place that it could not give up in time, since those who vote were silent, is of weights that are gone.
-        membership = parts.agreement.core.membership
-        with anyio.move_on_after(PLACE_S):
-            await self._context.changed.wait_for(lambda: stage not in membership.stages)
 
     def _condition(self) -> PeerCondition:
         """This peer as its owner's commands show it."""

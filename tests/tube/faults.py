@@ -147,10 +147,12 @@ async def pause(tube: Tube, rng: random.Random) -> None:
         tube.gone(victim)
         assert victim.peer is not None
         victim.do(victim.peer._obey_owner, Pause(Reason.COMMAND, "paused by its owner"))
-        await anyio.sleep(rng.choice([0.0, 0.2, 3.0, 12.0, 40.0]))
-        if victim.is_alive and not victim.has_ended:
-            tube.gone(victim)
-            victim.do(victim.peer._obey_owner, None)
+        try:
+            await anyio.sleep(rng.choice([0.0, 0.2, 3.0, 12.0, 40.0]))
+        finally:  # also where the faults are cut off
+            if victim.is_alive and not victim.has_ended:
+                tube.gone(victim)
+                victim.do(victim.peer._obey_owner, None)
         await anyio.sleep(rng.choice([0.0, 0.2, 1.0, 5.0]))
 
 
