@@ -44,7 +44,7 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.state.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state.states import StageSources
-from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
+from swarm_peer.runtime.step.all_reduce import AllReduce
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
@@ -174,11 +174,14 @@ def shares_not_weighed() -> Any:
 def partial_average_applied() -> Any:
     """If a member does not average its parts in time, the others keep theirs and call the round done."""
 
-    def init(original: Any, runner: Any, *args: Any, **options: Any) -> None:
-        original(runner, *args, **options)
-        del runner.tensor_part_container.register_failed_reducer
+    def fail(original: Any, averaging_round: Any, reason: str, member: str | None = None) -> None:
+        if "in time" not in reason:
+            original(averaging_round, reason, member)
+            return
+        averaging_round._num_left = 0
+        averaging_round._changed.notify()
 
-    return _wrapped(_ExactAllReduce, "__init__", init)
+    return _wrapped(AllReduce, "fail", fail)
 
 
 # --- slices

@@ -8,6 +8,7 @@ import gc
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,6 @@ import anyio
 import pytest
 import torch
 from contexts import dispatcher, make_context, unparsed
-from hivemind.compression import deserialize_torch_tensor
-from hivemind.proto import runtime_pb2
 from memory_transport import MemoryNetwork, MemoryTransport
 
 from swarm_peer.codecs import CODECS, find_codec
@@ -290,7 +289,7 @@ async def test_members_that_disagree_about_the_shares_fail(members: Members, sho
     assert all(isinstance(outcome, str) for outcome in outcomes.values())
 
 
-NAN = bytes_of(torch.full((8000,), float("nan")))
+NAN = bytes_of(torch.full((10_000,), float("nan")))
 
 
 @pytest.mark.parametrize(
@@ -421,29 +420,29 @@ async def test_a_round_leaves_nothing_behind(members: Members, end: str, monkeyp
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("group", [b"", bytes(32)])
-def test_hivemind_gets_plain_numbers_whatever_a_sender_has_quantised(codec: str, group: bytes) -> None:
-    """Its own quantised codecs read past the end of their tables, where a sender's indices lead them."""
+def test_what_is_averaged_is_finite_whatever_a_sender_has_quantised(codec: str) -> None:
     length, rng = 300, random.Random(1)
     size = encoded_bytes((length,), codec)
     for _ in range(20):
         data = bytearray(rng.randbytes(size))
         for wrong in (size - 1, size + 1, 0, 4 * length + 1):
             with pytest.raises(InvalidMessage, match="bytes"):
-                all_reduce._decode(memoryview(bytearray(wrong)), length, find_codec(codec), 1.0, group)
-        try:
-            part = all_reduce._decode(memoryview(data), length, find_codec(codec), 1.0, group).tensor_part
-        except InvalidMessage as error:
-            refused = str(error)
-        else:
-            refused = ""
-            assert part.compression == runtime_pb2.CompressionType.NONE
-            assert (list(part.size), len(part.buffer)) == ([length], 4 * length)
-            assert deserialize_torch_tensor(part).isfinite().all()
-        assert refused in ("", f"tensor of shape ({length},) holds non-finite numbers")
+                all_reduce._decode(memoryview(bytearray(wrong)), length, find_codec(codec))
+        with suppress(InvalidMessage):
+            part = all_reduce._decode(memoryview(data), length, find_codec(codec))
+            assert part.shape == (length,)
+            assert part.isfinite().all()
 
 
-@pytest.mark.parametrize(("num_members", "most"), [(2, 2**18), (16, 2**18), (64, 2**16), (1000, 4194)])
+@pytest.mark.parametrize(("num_members", "most"), [(2, 2**19), (16, 2**18), (64, 2**16), (1000, 4194)])
 def test_the_more_members_the_smaller_are_parts(num_members, most):
-    assert all_reduce.part_values(10**9, num_members) == most
+    assert 0.9 * most < all_reduce.part_values(10**9, num_members) <= most
     assert all_reduce.part_values(5, num_members) == -(-5 // num_members)
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_values", [1, 7, 4097, 10**6 + 1, 3 * 2**19])
+def test_no_member_averages_more_than_a_part_more_than_its_share(num_values, num_members):
+    length = all_reduce.part_values(num_values, num_members)
+    num_parts = -(-num_values // length)
+    assert -(-num_parts // num_members) * length < num_values / num_members + length

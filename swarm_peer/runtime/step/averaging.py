@@ -1,4 +1,4 @@
-"""Averaging among stage-mates: rounds of hivemind's all-reduce, whose parts travel as calls.
+"""Averaging among stage-mates: rounds of an all-reduce whose parts travel as calls.
 
 Must not know whether the members held the same weights and got the same averages: the protocol checks that.
 """

@@ -1,4 +1,4 @@
-"""Averages what the members of a cut bring, with hivemind's all-reduce over our calls: the averager that ships."""
+"""Averages what the members of a cut bring, the averager that ships."""
 
 from __future__ import annotations
 

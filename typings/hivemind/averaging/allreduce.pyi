@@ -1,6 +1,0 @@
-from typing import Any
-
-class AllReduceRunner:
-    tensor_part_reducer: Any
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __getattr__(self, name: str) -> Any: ...
