@@ -164,8 +164,8 @@ def guests_left_out() -> Any:
 def shares_not_weighed() -> Any:
     """The averages are means over peers, and not over samples."""
 
-    def make(shares: Any, **options: Any) -> AllReduce:
-        return AllReduce(shares=dict.fromkeys(shares, 1), **options)
+    def make(weights: Any, total: Any, **options: Any) -> AllReduce:
+        return AllReduce(weights=dict.fromkeys(weights, 1.0), total=float(len(weights)), **options)
 
     return patch.object(averaging_module, "AllReduce", make)
 

@@ -18,7 +18,7 @@ import torch
 from contexts import dispatcher, make_context, unparsed
 from memory_transport import MemoryNetwork, MemoryTransport
 
-from swarm_peer.codecs import CODECS, find_codec
+from swarm_peer.codecs import CODECS, find_codec, parts
 from swarm_peer.config import AveragingSection
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.network.transport import Reply
@@ -135,7 +135,7 @@ def check_equals_mean(outcomes: list[list[torch.Tensor] | str], round_number: in
 async def test_all_members_get_the_weighted_mean(
     members: Members, part_values: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", part_values)
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", part_values)
     tolerance = TOLERANCE[request.node.callspec.params["members"]]
     for round_number in range(3):
         check_equals_mean(await members.average(round_number, [0, 1, 2]), round_number, tolerance)
@@ -231,7 +231,7 @@ class NarrowLink:
 async def test_no_more_is_under_way_than_a_link_carries_in_a_short_time(
     members: Members, queue_s: float, at_once: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", 128)
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", 128)
     monkeypatch.setattr(all_reduce, "QUEUE_S", queue_s)
     links = [NarrowLink(transport, seconds=0.005) for transport in members.transports]
     check_equals_mean(await members.average(0, [0, 1, 2]), 0, TOLERANCE["none"])
@@ -393,7 +393,7 @@ def held_bytes() -> int:
     ("members", "end"), [("none:20", "done"), ("none:0.2", "failed"), ("none:20", "cancelled")], indirect=["members"]
 )
 async def test_a_round_leaves_nothing_behind(members: Members, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", 1000)
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", 1000)
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     tasks_before = asyncio.all_tasks()
@@ -436,13 +436,13 @@ def test_what_is_averaged_is_finite_whatever_a_sender_has_quantised(codec: str) 
 
 @pytest.mark.parametrize(("num_members", "most"), [(2, 2**19), (16, 2**18), (64, 2**16), (1000, 4194)])
 def test_the_more_members_the_smaller_are_parts(num_members, most):
-    assert 0.9 * most < all_reduce.part_values(10**9, num_members) <= most
-    assert all_reduce.part_values(5, num_members) == -(-5 // num_members)
+    assert 0.9 * most < parts.part_values(10**9, num_members) <= most
+    assert parts.part_values(5, num_members) == -(-5 // num_members)
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 16])
 @pytest.mark.parametrize("num_values", [1, 7, 4097, 10**6 + 1, 3 * 2**19])
 def test_no_member_averages_more_than_a_part_more_than_its_share(num_values, num_members):
-    length = all_reduce.part_values(num_values, num_members)
+    length = parts.part_values(num_values, num_members)
     num_parts = -(-num_values // length)
     assert -(-num_parts // num_members) * length < num_values / num_members + length

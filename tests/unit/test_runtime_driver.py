@@ -144,6 +144,12 @@ class At:
     def __init__(self, average):
         self.average = average
 
+    def begin(self, restart):
+        pass
+
+    def settle(self, cut):
+        pass
+
 
 class Others:
     """Takes over what a seat lacks from the others' workshops."""

@@ -11,6 +11,7 @@ from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_
 from agreeing import HASH, swarm, until
 from tiny_models import LENGTH
 
+from swarm_peer.codecs.sparse import TOPK_2BIT
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.protocol.log import Log
 from swarm_peer.runtime.state.roots import root_of
@@ -21,6 +22,8 @@ PERIOD = 4
 DELAYED = {"mode": "delayed", "eager_updates": False}
 EAGER = {"mode": "delayed"}
 PERIODIC = {"mode": "periodic", "inner_steps": PERIOD}
+TOPK = {"compression": "topk_2bit", "dense_share": 0.0}
+SIGN = {"compression": "sign", "dense_share": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,33 @@ def test_averages_are_weighted_by_targets(averaging):
             weights = {each.weight for cut in hall.cuts(1) for each in cut.brings}
             assert max(weights) > LENGTH
             await hall.check_replicas(start, period_of(averaging))
+
+    anyio.run(run)
+
+
+@pytest.fixture
+def few_kept(monkeypatch):
+    """Stages have 900 to 5,000 values, and a chunk is a member's whole share of them."""
+    monkeypatch.setattr(TOPK_2BIT, "_kept", 32)
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [TOPK, SIGN, TOPK | DELAYED, TOPK | EAGER, TOPK | PERIODIC],
+    ids=["topk", "sign", "topk-delayed", "topk-eager", "topk-periodic"],
+)
+def test_what_averages_leave_over_comes_later(averaging, few_kept):
+    async def run():
+        hall = hall_of(averaging)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            start = first[0].log(0).next_round
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, start + 2 * PERIOD), 60)
+            for rig in hall.rigs.values():
+                assert rig.driver._averager._feedback.norm > 0
+            # A level of two bits is a bf16, and may be the next one where a sum's last digits differ.
+            await hall.check_replicas(start, period_of(averaging), atol=1e-4)
 
     anyio.run(run)
 

@@ -10,7 +10,7 @@ Must not know how parts travel: averaging.py does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import anyio
@@ -19,20 +19,12 @@ from anyio.abc import TaskGroup
 
 from swarm_peer.codecs import find_codec
 from swarm_peer.codecs.base import Codec
-from swarm_peer.config import AveragingSection
+from swarm_peer.codecs.parts import decode_part, encode_part, mean_of_parts, shares_of
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
-from swarm_peer.wire.codecs import decode, encode, rounding_seed
+from swarm_peer.wire.codecs import bytes_of, decode, rounding_seed
 
-# Values of a part, at the most: 2 MB of fp32, half a megabyte in 8 bit. Twice as many hold up the event loop for twice
-# as long; half as many take it a fifth more time in all.
-MAX_PART_VALUES = 2**19
-# Values that a member sends to all others at a time. In a large stage the parts are smaller: each waits for one to
-# every other member, and those for one member must not come further apart than averaging.chunk_timeout_s.
-MAX_VALUES_AT_ONCE = 2**22
-# Large parts are whole multiples of this, which is one of all blocks that codecs work on.
-PART_MULTIPLE = 4096
 # Parts on their way to one member: enough that a round trip across the world does not limit a home connection. Over a
 # narrow one, about as many as pass within QUEUE_S, but two at least: small calls wait behind them, and a stage-mate
 # that does not answer one for some seconds is taken for stalled.
@@ -51,9 +43,12 @@ class AllReduce:
         self,
         *,
         group: bytes,
-        shares: Mapping[str, int],
+        weights: Mapping[str, float],
+        total: float,
         values: torch.Tensor,
-        section: AveragingSection,
+        leftover: torch.Tensor | None,
+        codec: str,
+        timeout_s: float,
         threads: Threads,
         me: str,
         send: Callable[[str, bytes, int, memoryview], Awaitable[memoryview]],
@@ -61,27 +56,28 @@ class AllReduce:
         """Prepare an averaging round.
 
         Args:
+            weights: of all members' values, by which these are multiplied before they are added
+            total: by which the sum is divided
             values: all gradients of this peer, flat; they become the averages
+            leftover: of the same size, to which what the codec loses is added, in the unit of the values; None if it
+                is of no interest
+            timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
         self._group = group
         self._me = me
-        self._codec = find_codec(section.compression)
-        self._timeout_s = section.chunk_timeout_s
+        self._codec = find_codec(codec)
+        self._timeout_s = timeout_s
         self._threads = threads
         self._send = send
         self._changed = Condition()
         self._failure: str | None = None
         self.blamed: frozenset[str] = frozenset()
         self._over = False
-        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
-        self._weights = {peer: float(share if any(shares.values()) else 1) for peer, share in sorted(shares.items())}
-        views = torch.split(values, part_values(len(values), len(shares))) if len(values) else ()
-        # Each member's parts, which it averages: neighbours, and as many as another's, or one more.
-        self._parts = {
-            peer: views[len(views) * index // len(shares) : len(views) * (index + 1) // len(shares)]
-            for index, peer in enumerate(self._weights)
-        }
+        self._weights, self._total = dict(sorted(weights.items())), total
+        self._parts = _by_member(self._weights, values)
+        self._leftovers = _by_member(self._weights, leftover) if leftover is not None else None
+        self._num_left = sum(map(len, self._parts.values()))  # parts of which this peer does not have the average yet
         self._own = self._parts.pop(me)
         self._lengths = [len(part) for part in self._own]
         self._claimed: set[tuple[str, int]] = set()
@@ -91,7 +87,6 @@ class AllReduce:
         self._arrived: list[dict[str, torch.Tensor]] = [{} for _ in self._own]
         self._averages: dict[int, tuple[memoryview, int]] = {}
         self._tasks: TaskGroup | None = None  # while it runs
-        self._num_left = len(views)  # parts of which this peer does not have the average yet
 
     async def run(self, timeout_s: float) -> str | None:
         """Average. Returns why it failed, if it did; after that, no task of it is left."""
@@ -177,23 +172,26 @@ class AllReduce:
             self._tasks.start_soon(self._average, number)
 
     async def _average(self, number: int) -> None:
-        arrived, part = self._arrived[number], self._own[number]
+        arrived = self._arrived[number]
         seed = rounding_seed(self._group, self._me, number)
-        average = await self._threads.run(self._mean, part, arrived, seed)
+        average = await self._threads.run(self._mean, number, arrived, seed)
         self._averages[number] = average, len(self._parts)
         arrived.clear()
         self._has_average()
 
-    def _mean(self, part: torch.Tensor, arrived: Mapping[str, torch.Tensor], seed: int) -> memoryview:
+    def _mean(self, number: int, arrived: Mapping[str, torch.Tensor], seed: int) -> memoryview:
         """Replace this peer's part by the average, as others read it. Returns what they get; in a worker thread."""
+        part = self._own[number]
         # In the members' order, whoever's part came first: the last digits of a sum depend on it.
-        total = torch.zeros(len(part))
-        for peer, weight in self._weights.items():
-            total.add_(part if peer == self._me else arrived[peer], alpha=weight)
-        total.div_(sum(self._weights.values()))
-        encoded = _encode(total, self._codec, seed)
-        part.copy_(total if self._codec.is_exact else _decode(encoded, len(part), self._codec))
-        return encoded
+        parts = [part if peer == self._me else arrived[peer] for peer in self._weights]
+        mean = mean_of_parts(parts, list(self._weights.values()), self._total)
+        encoded = encode_part(mean, self._codec, seed, self._leftover_of(self._me, number), self._total)
+        part.copy_(mean if self._codec.is_exact else decode_part(encoded, self._codec, len(part)))
+        return bytes_of(encoded)
+
+    def _leftover_of(self, member: str, number: int) -> torch.Tensor | None:
+        """Where to note what is lost of a part that a member averages."""
+        return None if self._leftovers is None else self._leftovers[member][number]
 
     async def _exchange(self, member: str) -> None:
         """Send parts to the member that averages them, as many at a time as its link carries."""
@@ -223,9 +221,9 @@ class AllReduce:
     async def _send_part(self, member: str, number: int, part: torch.Tensor, is_back: anyio.Event) -> None:
         """Replace a part by its average, which its member makes."""
         seed = rounding_seed(self._group, self._me, member, number)
-        data = await self._threads.run(_encode, part, self._codec, seed)
+        encoded = await self._threads.run(encode_part, part, self._codec, seed, self._leftover_of(member, number))
         try:
-            data = await self._send(member, self._group, number, data)
+            data = await self._send(member, self._group, number, bytes_of(encoded))
             await self._threads.run(_decode_into, data, part, self._codec)
         except CallError as error:
             self.fail(f"{member}: {error}", member)
@@ -243,21 +241,9 @@ def parts_to_send(in_flight: int, seconds: float) -> int:
     return max(FEWEST_IN_FLIGHT, min(MOST_IN_FLIGHT, int(in_flight * QUEUE_S / max(seconds, 1e-3))))
 
 
-def part_values(num_values: int, num_members: int) -> int:
-    """How many of `num_values` values make a part, among so many members; the last one may be shorter.
-
-    All members average as many parts, or nearly, and so as many values.
-    """
-    most = min(MAX_PART_VALUES, MAX_VALUES_AT_ONCE // num_members)
-    share = -(-num_values // num_members)
-    values = max(1, -(-share // -(-share // most))) if share else 1
-    multiples = -(-values // PART_MULTIPLE)
-    return min(multiples * PART_MULTIPLE, most) if multiples > 1 else values
-
-
-def _encode(values: torch.Tensor, codec: Codec, seed: int) -> memoryview:
-    """A part or an average as it travels; in a worker thread."""
-    return encode(values if codec.scale == 1.0 else values * codec.scale, codec.name, seed)
+def _by_member(members: Collection[str], values: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The parts that each member averages; the members are in order."""
+    return dict(zip(members, shares_of(values, len(members)), strict=True))
 
 
 def _decode(data: memoryview, length: int, codec: Codec) -> torch.Tensor:

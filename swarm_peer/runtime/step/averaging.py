@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import anyio
 import torch
 
+from swarm_peer.codecs.feedback import Try
 from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
@@ -35,7 +36,11 @@ class AveragingFailed(Exception):
 
 
 class GradientAverager:
-    """Averages one stage's gradients with its stage-mates. Belongs to the event loop's thread."""
+    """Averages one stage's gradients with its stage-mates. Belongs to the event loop's thread.
+
+    Attributes:
+        num_values: of all gradients together
+    """
 
     def __init__(self, *, context: PeerContext, stage: int, shapes: Sequence[torch.Size], transport: Transport):
         """Make an averager that is in no averaging round.
@@ -51,7 +56,8 @@ class GradientAverager:
         self._stage = stage
         self._transport = transport
         self._shapes = list(shapes)
-        self._values = torch.zeros(sum(shape.numel() for shape in shapes))
+        self.num_values = sum(shape.numel() for shape in shapes)
+        self._values = torch.zeros(self.num_values)
         self._rounds: dict[bytes, AllReduce] = {}  # those under way, by group: one, but for a moment
         self._changed = Condition()
 
@@ -61,13 +67,18 @@ class GradientAverager:
         return {AveragePartCall: self.handle_part}
 
     async def average(
-        self, name: str, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]
+        self,
+        name: str,
+        gradients: Sequence[torch.Tensor],
+        shares: Mapping[str, int],
+        feedback: Try | None = None,
     ) -> list[torch.Tensor]:
         """Run one averaging round. It fails unless all members give the same name and shares.
 
         Args:
             gradients: CPU, fp32; not changed
             shares: for each member, this peer among them, what its gradients weigh; some may be 0
+            feedback: what is added to the gradients, and where to note what is left over; None where all is sent
 
         Returns:
             the weighted means, or plain means if all shares are 0; valid until the next averaging round
@@ -75,7 +86,10 @@ class GradientAverager:
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
-        if len(shares) == 1:
+        total = sum(shares.values())
+        if feedback is not None and not total:
+            feedback.keep()
+        if len(shares) == 1 and feedback is None:
             self._metrics.averaging_rounds.labels("alone").inc()
             return list(gradients)
         began_s = self._clock.monotonic_s()
@@ -83,11 +97,19 @@ class GradientAverager:
         group = hashlib.sha256(named.encode()).digest()
         averages = self._views_of(self._values)
         await self._threads.run(_fill, averages, gradients)
+        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
+        weights, leftover = {peer: float(share) if total else 1.0 for peer, share in shares.items()}, None
+        if feedback is not None and total:
+            await self._threads.run(feedback.bring, self._values, shares[self._transport.peer_id])
+            weights, leftover = dict.fromkeys(shares, 1.0), feedback.after
         averaging_round = AllReduce(
             group=group,
-            shares=shares,
+            weights=weights,
+            total=float(total or len(shares)),
             values=self._values,
-            section=self._section,
+            leftover=leftover,
+            codec=self._section.compression if feedback is None else feedback.codec,
+            timeout_s=self._section.chunk_timeout_s,
             threads=self._threads,
             me=self._transport.peer_id,
             send=self._send,
