@@ -1,7 +1,7 @@
 """Error feedback: what a seat has brought to averages and not yet sent is added to what it brings next.
 
 A try of an average makes a leftover, and the entry that holds the try's cut makes that the seat's: a try that fails, or
-another cut of the same round, changes nothing. So what was computed is sent once, or is still to be sent.
+another cut of the same round, changes nothing. So each gradient is sent once, or has yet to be sent.
 
 A leftover belongs to one life of a seat and to one history. Where the run goes back, where another log takes the place
 of a seat's own, and where its place ends, it is dropped. It is in no state and in no digest.
@@ -61,7 +61,7 @@ class ErrorFeedback:
 
     @property
     def leftover(self) -> Tensor | None:
-        """What is to be added to what is brought next, a sum over targets; None for zeros."""
+        """The values that are added to what the seat brings next, sums over targets; None for zeros."""
         return self._leftover
 
     @property

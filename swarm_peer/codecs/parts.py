@@ -1,4 +1,4 @@
-"""Who averages which part of a vector, and what an average of encoded parts is, bit by bit. Pure.
+"""The shares of a vector that members average, and the average of encoded parts, bit by bit. Pure.
 
 Members add what they have received in one order and encode it once, so that all of them hold the same numbers. With a
 codec that needs feedback, a member adds up **leftovers**: what it has brought, or has averaged, and not yet sent. They
@@ -79,7 +79,7 @@ def averaged(brought: Mapping[str, Tensor], total: float, codec: Codec, leftover
         brought: flat values of each member
         total: weight of all that the values are sums of
         codec: one that rounds without chance
-        leftovers: of each member, of the values' size; what is lost is added to them
+        leftovers: of each member, of the values' size, to which the codec's losses are added
     """
     members = sorted(brought)
     shares = {peer: shares_of(brought[peer], len(members)) for peer in members}

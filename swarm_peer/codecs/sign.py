@@ -1,6 +1,6 @@
 """The codec `sign`: a bit for each number, and a bf16 for every 256 of them, the mean of their magnitudes.
 
-That is 1/30 of fp32. What it rounds away has to be added to what is encoded next.
+That is 1/30 of fp32. A member has to add what it rounds away to what it encodes next.
 """
 
 from __future__ import annotations

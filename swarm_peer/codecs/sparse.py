@@ -1,6 +1,6 @@
 """The codec `topk_2bit`: of each chunk of 4,096 numbers the largest 256, in 2 bits, and where they are, in 12.
 
-That is 452 bytes a chunk, 1/36 of fp32. What it leaves out has to be added to what is encoded next.
+That is 452 bytes a chunk, 1/36 of fp32. A member has to add what it leaves out to what it encodes next.
 
 A number that is kept becomes one of four: plus or minus the larger or the smaller of its chunk's two levels. The larger
 level is the mean of those magnitudes that reach the mean of all that are kept, the smaller one that of the others.
@@ -43,7 +43,7 @@ class TopK2Bit(Codec):
         chunks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, CHUNK_SIZE)
         _, places = torch.topk(chunks.abs(), self._kept, sorted=False)
         kept = chunks.gather(1, places)
-        # What is not finite is larger than all else.
+        # An infinity or a NaN is larger than all numbers.
         if not is_finite(kept):
             raise OverflowError("the values are not finite")
         sizes = kept.abs()

@@ -44,7 +44,7 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.state.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state.states import StageSources
-from swarm_peer.runtime.step.all_reduce import AllReduce
+from swarm_peer.runtime.step.all_reduce import AllReduce, Brought
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
@@ -164,8 +164,9 @@ def guests_left_out() -> Any:
 def shares_not_weighed() -> Any:
     """The averages are means over peers, and not over samples."""
 
-    def make(weights: Any, total: Any, **options: Any) -> AllReduce:
-        return AllReduce(weights=dict.fromkeys(weights, 1.0), total=float(len(weights)), **options)
+    def make(brought: Brought, **options: Any) -> AllReduce:
+        weights = dict.fromkeys(brought.weights, 1.0)
+        return AllReduce(brought=replace(brought, weights=weights, total=float(len(weights))), **options)
 
     return patch.object(averaging_module, "AllReduce", make)
 

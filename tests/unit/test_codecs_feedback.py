@@ -45,7 +45,7 @@ def test_a_chunk_of_the_sparse_codec_has_452_bytes():
     assert [encoded_bytes((size,), "topk_2bit") for size in (1, 4096, 4097)] == [452, 452, 904]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=10)
 @given(num_values=st.integers(CHUNK_SIZE, 3 * CHUNK_SIZE), seed=st.integers(0, 9))
 def test_the_largest_of_each_chunk_are_kept_with_their_signs_in_two_levels(num_values, seed):
     tensor = values(num_values, seed)
@@ -59,10 +59,11 @@ def test_the_largest_of_each_chunk_are_kept_with_their_signs_in_two_levels(num_v
 
 @EACH
 @given(seed=st.integers(0, 99), scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e9]))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 def test_what_is_kept_is_nearer_to_the_values_than_nothing(name, seed, scale):
     codec, tensor = find_codec(name), scale * values(5000, seed)
-    assert float((tensor - codec.decode(codec.encode(tensor), 5000)).norm()) < 0.9 * float(tensor.norm())
+    lost = (tensor - codec.decode(codec.encode(tensor), 5000)).double()
+    assert float(lost.norm()) < 0.9 * float(tensor.double().norm())
 
 
 @EACH

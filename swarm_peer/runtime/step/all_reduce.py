@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -32,6 +33,26 @@ FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8
 QUEUE_S = 2.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """The values of a member, and how an averaging round adds them.
+
+    Attributes:
+        values: all gradients of this peer, flat; they become the averages
+        weights: of all members, by which their values are multiplied before they are added
+        total: by which the sum is divided
+        codec: name of the one that parts and averages travel in
+        leftover: of the values' size, to which what the codec loses is added, in the unit of the values; None if it is
+            of no interest
+    """
+
+    values: torch.Tensor
+    weights: Mapping[str, float]
+    total: float
+    codec: str
+    leftover: torch.Tensor | None = None
+
+
 class AllReduce:
     """One averaging round of some members at this peer. Belongs to the event loop's thread.
 
@@ -43,11 +64,7 @@ class AllReduce:
         self,
         *,
         group: bytes,
-        weights: Mapping[str, float],
-        total: float,
-        values: torch.Tensor,
-        leftover: torch.Tensor | None,
-        codec: str,
+        brought: Brought,
         timeout_s: float,
         threads: Threads,
         me: str,
@@ -56,17 +73,12 @@ class AllReduce:
         """Prepare an averaging round.
 
         Args:
-            weights: of all members' values, by which these are multiplied before they are added
-            total: by which the sum is divided
-            values: all gradients of this peer, flat; they become the averages
-            leftover: of the same size, to which what the codec loses is added, in the unit of the values; None if it
-                is of no interest
             timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
         self._group = group
         self._me = me
-        self._codec = find_codec(codec)
+        self._codec = find_codec(brought.codec)
         self._timeout_s = timeout_s
         self._threads = threads
         self._send = send
@@ -74,9 +86,9 @@ class AllReduce:
         self._failure: str | None = None
         self.blamed: frozenset[str] = frozenset()
         self._over = False
-        self._weights, self._total = dict(sorted(weights.items())), total
-        self._parts = _by_member(self._weights, values)
-        self._leftovers = _by_member(self._weights, leftover) if leftover is not None else None
+        self._weights, self._total = dict(sorted(brought.weights.items())), brought.total
+        self._parts = _by_member(self._weights, brought.values)
+        self._leftovers = None if brought.leftover is None else _by_member(self._weights, brought.leftover)
         self._num_left = sum(map(len, self._parts.values()))  # parts of which this peer does not have the average yet
         self._own = self._parts.pop(me)
         self._lengths = [len(part) for part in self._own]

@@ -16,7 +16,7 @@ from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
-from swarm_peer.runtime.step.all_reduce import AllReduce
+from swarm_peer.runtime.step.all_reduce import AllReduce, Brought
 from swarm_peer.wire.messages import AveragePartCall, Body
 
 # Members begin within milliseconds of each other, but a busy machine may take longer.
@@ -86,9 +86,6 @@ class GradientAverager:
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
-        total = sum(shares.values())
-        if feedback is not None and not total:
-            feedback.keep()
         if len(shares) == 1 and feedback is None:
             self._metrics.averaging_rounds.labels("alone").inc()
             return list(gradients)
@@ -97,18 +94,10 @@ class GradientAverager:
         group = hashlib.sha256(named.encode()).digest()
         averages = self._views_of(self._values)
         await self._threads.run(_fill, averages, gradients)
-        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
-        weights, leftover = {peer: float(share) if total else 1.0 for peer, share in shares.items()}, None
-        if feedback is not None and total:
-            await self._threads.run(feedback.bring, self._values, shares[self._transport.peer_id])
-            weights, leftover = dict.fromkeys(shares, 1.0), feedback.after
+        brought = await self._brought(shares, feedback)
         averaging_round = AllReduce(
             group=group,
-            weights=weights,
-            total=float(total or len(shares)),
-            values=self._values,
-            leftover=leftover,
-            codec=self._section.compression if feedback is None else feedback.codec,
+            brought=brought,
             timeout_s=self._section.chunk_timeout_s,
             threads=self._threads,
             me=self._transport.peer_id,
@@ -126,6 +115,20 @@ class GradientAverager:
         self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - began_s)
         self._metrics.averaging_rounds.labels("done").inc()
         return averages
+
+    async def _brought(self, shares: Mapping[str, int], feedback: Try | None) -> Brought:
+        """The values of this member, once its gradients are in the averager's memory."""
+        total = sum(shares.values())
+        codec = self._section.compression if feedback is None else feedback.codec
+        if feedback is not None and total:
+            await self._threads.run(feedback.bring, self._values, shares[self._transport.peer_id])
+            ones = dict.fromkeys(shares, 1.0)
+            return Brought(values=self._values, weights=ones, total=total, codec=codec, leftover=feedback.after)
+        if feedback is not None:
+            feedback.keep()
+        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
+        weights = {peer: float(share) if total else 1.0 for peer, share in shares.items()}
+        return Brought(values=self._values, weights=weights, total=total or len(shares), codec=codec)
 
     def _views_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(values, [shape.numel() for shape in self._shapes])

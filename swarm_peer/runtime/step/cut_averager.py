@@ -57,9 +57,9 @@ class CutAverager:
         return self._feedback.begin_try(cut.hash, cut.round, codec if len(cut.parts) > 1 else PLAIN)
 
     def begin(self, restart: Restart) -> None:
-        """See Averager. What is left over is dropped: it is of weights that this seat does not go on from."""
+        """See Averager. Leftovers are dropped: they are of weights that this seat does not go on from."""
         self._restart = restart
-        self._drop("this peer goes on from another state")
+        self._drop("this peer leaves, or goes on from another state")
 
     def settle(self, cut: Cut) -> None:
         """See Averager."""

@@ -428,6 +428,7 @@ class RoundDriver:
                     await self._empty(member, present)
                     await self._hold(member, number)
             self._lost(member.work.lost)  # what is given later on is not
+            self._averager.begin(member.log.restart)  # what averages have left over is not handed over
             held = member.to_hand_over()
             for contribution in held:
                 if contribution.name.seat == member.me and contribution.name not in self.gradients.names:

@@ -62,7 +62,7 @@ class Averager(Protocol):
         """
 
     def begin(self, restart: Restart) -> None:
-        """Go on from a restart, and from nothing that was averaged before."""
+        """Go on from a restart, and from nothing that averages have left over."""
 
     def settle(self, cut: Cut) -> None:
         """Learn that an entry holds a cut; more than once, it may be."""
