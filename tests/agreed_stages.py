@@ -389,6 +389,8 @@ class Hall:
         others = {cut.round: cut for cut in self.history(1)}
         for cut in self.history():
             number = cut.round
+            if number not in others:
+                break
             if number == restart.first_round:
                 update()
             computed = [[rig.workplace.computed.get(number, []) for rig in rigs] for rigs in stages]
@@ -396,13 +398,9 @@ class Hall:
             assert batch == others_batch, f"both stages have computed the same in round {number}, each sample once"
             orders = [[[batch.index(each) for each in held] for held in by_rig] for by_rig in computed]
             tokens = [torch.frombuffer(bytearray(each), dtype=torch.int32).view(1, -1) for each in batch]
-            other = others.get(number, cut)  # of the newest round, nobody asks yet for the other stage's weights
-            seats = [sorted(seat.peer for seat in each.seats) for each in (cut, other)]
+            seats = [sorted(seat.peer for seat in each.seats) for each in (cut, others[number])]
             ids = [[rig.peer.identity.peer_id for rig in rigs] for rigs in stages]
-            members = [
-                [own.index(peer) for peer in peers if peer in own] for own, peers in zip(ids, seats, strict=True)
-            ]
-            members = [own or [0] for own in members]
+            members = [[own.index(peer) for peer in peers] for own, peers in zip(ids, seats, strict=True)]
             reference.train_step(tokens, orders, members)
             note()
         update()
@@ -443,7 +441,7 @@ class Hall:
             state, step = shared_entries(rig.trainer.state()), rig.trainer.optimizer_step
             assert step >= start
             if step not in expected:  # meanwhile more rounds have ended
-                await until([rig.peer], lambda _, step=step: len(self.history()) >= step)
+                await until([rig.peer], lambda _, step=step: min(map(len, map(self.history, (0, 1)))) >= step)
                 expected = self.replicas()
             assert state.keys() == expected[step][rig.stage].keys()
             for name, value in expected[step][rig.stage].items():
