@@ -318,7 +318,7 @@ class AveragingSection(Section):
     three more values of host memory for each parameter, and saves most of the loss that the delay costs"""
     compression: CodecName = "none"
     """codec of weight gradients within a stage; int4_hadamard and int5_hadamard round stochastically; topk_2bit and
-    sign send a 36th and a 30th of fp32, and what they lose is added to what the peer sends next"""
+    sign send a 21st and a 30th of fp32, and what they lose is added to what the peer sends next"""
     dense_share: Share = 0.08
     """for topk_2bit and sign: part of the run's optimizer steps, at its beginning, that are averaged in 8 bit; so are
     the last 2 %, which send what was left over"""

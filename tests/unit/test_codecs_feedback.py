@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from contexts import make_context, unparsed
@@ -41,8 +42,23 @@ def test_bytes_are_a_twentieth_of_fp32_with_places_and_levels(name, num_chunks):
     assert encoded_bytes((num_chunks * CHUNK_SIZE,), name) <= 4 * num_chunks * CHUNK_SIZE / 20
 
 
-def test_a_chunk_of_the_sparse_codec_has_452_bytes():
-    assert [encoded_bytes((size,), "topk_2bit") for size in (1, 4096, 4097)] == [452, 452, 904]
+def test_a_chunk_of_the_sparse_codec_has_772_bytes():
+    assert [encoded_bytes((size,), "topk_2bit") for size in (1, 4096, 4097)] == [772, 772, 1544]
+
+
+def test_numbers_that_are_alike_are_kept_as_far_as_there_is_room():
+    for value in (0.0, 2.0):
+        assert int((TOPK_2BIT.decode(TOPK_2BIT.encode(torch.full((9000,), value)), 9000) != 0).sum()) in (
+            0,
+            2 * KEPT + 808,
+        )
+
+
+@pytest.mark.parametrize("bits", [0, 1023, 1025, 4096])
+def test_bits_of_more_or_fewer_numbers_than_are_kept_make_no_numbers(bits):
+    raw = TOPK_2BIT.encode(values(CHUNK_SIZE)).clone()
+    raw[4:516] = torch.from_numpy(np.packbits(np.arange(CHUNK_SIZE) < bits, bitorder="little"))
+    assert TOPK_2BIT.decode(raw, CHUNK_SIZE).isnan().all()
 
 
 @settings(deadline=None, max_examples=10)
