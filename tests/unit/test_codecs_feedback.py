@@ -48,10 +48,16 @@ def test_a_chunk_of_the_sparse_codec_has_772_bytes():
 
 def test_numbers_that_are_alike_are_kept_as_far_as_there_is_room():
     for value in (0.0, 2.0):
-        assert int((TOPK_2BIT.decode(TOPK_2BIT.encode(torch.full((9000,), value)), 9000) != 0).sum()) in (
-            0,
-            2 * KEPT + 808,
-        )
+        decoded = TOPK_2BIT.decode(TOPK_2BIT.encode(torch.full((9000,), value)), 9000)
+        assert int((decoded != 0).sum()) == (2 * KEPT + 808 if value else 0)
+
+
+def test_zeros_among_those_that_are_kept_stay_zeros():
+    tensor = torch.zeros(2 * CHUNK_SIZE)
+    tensor[5:300] = values(295)
+    decoded = TOPK_2BIT.decode(TOPK_2BIT.encode(tensor), len(tensor))
+    assert set(decoded.nonzero().view(-1).tolist()) <= set(range(5, 300))
+    assert (tensor - decoded).norm() < 0.6 * tensor.norm()
 
 
 @pytest.mark.parametrize("bits", [0, 1023, 1025, 4096])
@@ -68,7 +74,8 @@ def test_the_largest_of_each_chunk_are_kept_with_their_signs_in_two_levels(num_v
     decoded = TOPK_2BIT.decode(TOPK_2BIT.encode(tensor), num_values)
     for chunk, kept in zip(tensor.split(CHUNK_SIZE), decoded.split(CHUNK_SIZE), strict=True):
         chosen = set(chunk.abs().topk(min(KEPT, len(chunk))).indices.tolist())
-        assert set(kept.nonzero().view(-1).tolist()) == chosen
+        found = set(kept.nonzero().view(-1).tolist())
+        assert found == chosen if len(chunk) == CHUNK_SIZE else found <= chosen
         assert torch.equal(kept.sign(), torch.where(kept != 0, chunk.sign(), 0.0))
         assert len(kept.abs().unique()) <= 3, "two levels, and nothing"
 
