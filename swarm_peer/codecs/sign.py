@@ -15,7 +15,7 @@ from swarm_peer.codecs.base import Codec, is_finite
 BLOCK_SIZE = 256
 
 
-class Sign(Codec):
+class SignBits(Codec):
     """The magnitudes of all blocks, then the signs, the first one lowest; a set bit is a number below zero."""
 
     name = "sign"
@@ -44,4 +44,4 @@ class Sign(Codec):
         return factors.mul_(sizes[:, None]).view(-1)[:num_values]
 
 
-SIGN = Sign()
+SIGN = SignBits()
