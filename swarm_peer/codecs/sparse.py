@@ -49,7 +49,7 @@ class TopK2Bit(Codec):
         if not is_finite(flat):
             raise OverflowError("the values are not finite")
         is_kept = self._largest(chunks.abs())
-        kept = chunks[is_kept].view(-1, self._kept)
+        kept = chunks.view(-1).gather(0, _places(is_kept)).view(-1, self._kept)
         sizes = kept.abs()
         is_large = sizes >= sizes.mean(1, keepdim=True)
         num_large = is_large.sum(1)
@@ -68,15 +68,15 @@ class TopK2Bit(Codec):
         sizes = [4 * num_chunks, CHUNK_SIZE // 8 * num_chunks, self._kept // 4 * num_chunks]
         levels, bits, packed = torch.split(raw.cpu(), sizes)
         levels = levels.clone().view(torch.bfloat16).view(num_chunks, 2).float()
-        is_kept = torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little")).view(num_chunks, CHUNK_SIZE)
         codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 1).view(num_chunks, self._kept)
         kept = torch.where((codes & 1).bool(), levels[:, 1:], levels[:, :1])
         kept = torch.where(codes > 1, -kept, kept)
         # A sender may have set more bits than it has codes, or fewer.
-        if bool((is_kept.sum(1) != self._kept).any()):
+        if (np.bitwise_count(bits.view(num_chunks, -1).numpy()).sum(1) != self._kept).any():
             return torch.full((num_values,), math.nan, device=raw.device)
-        values = torch.zeros(is_kept.shape).masked_scatter_(is_kept.bool(), kept)
-        return values.view(-1)[:num_values].to(raw.device)
+        is_kept = torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little")).bool()
+        values = torch.zeros(len(is_kept)).scatter_(0, _places(is_kept), kept.view(-1))
+        return values[:num_values].to(raw.device)
 
     def _largest(self, sizes: Tensor) -> Tensor:
         """Which numbers of each chunk (C, 4096) are kept: as many in each, of those that are alike any."""
@@ -87,6 +87,11 @@ class TopK2Bit(Codec):
             _, places = torch.topk(sizes[alike], self._kept, sorted=False)
             is_kept[alike] = torch.zeros(len(alike), CHUNK_SIZE, dtype=torch.bool).scatter_(1, places, True)
         return is_kept
+
+
+def _places(is_kept: Tensor) -> Tensor:
+    """Where values are kept, in order: nine times as fast as torch.nonzero."""
+    return torch.from_numpy(np.flatnonzero(is_kept.numpy()))
 
 
 TOPK_2BIT = TopK2Bit()
