@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_transport import MemoryNetwork
 from pydantic import ValidationError
+from test_model_training import make_manifest
 from test_runtime_averaging import HASH, Members, gradients_of
 
 from swarm_peer.codecs import DENSE, NEED_FEEDBACK, PLAIN, find_codec, parts
@@ -22,6 +23,8 @@ from swarm_peer.codecs.feedback import KEPT_TRIES, ErrorFeedback, flat
 from swarm_peer.codecs.parts import averaged, shares_of
 from swarm_peer.codecs.sparse import CHUNK_SIZE, KEPT, TOPK_2BIT
 from swarm_peer.config import AveragingSection, WireSection
+from swarm_peer.model.costs import stage_costs
+from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.policy.decay import Decay, with_decay
 from swarm_peer.protocol.epochs import BEGINNING, Restart
 from swarm_peer.runtime.step.averaging import AveragingFailed
@@ -380,3 +383,11 @@ async def test_other_codecs_leave_nothing_over():
     await averager.average(cut_of(context, 0), [torch.zeros(3)], 1)
     averager.settle(cut_of(context, 0))
     assert recorder.seen[0].codec is None
+
+
+@EACH
+def test_memory_is_counted_for_what_is_left_over(name):
+    manifests = [make_manifest(averaging={"compression": compression}) for compression in ("blockwise_8bit", name)]
+    without, with_it = (stage_costs(ResolvedManifest.of(manifest), "cuda") for manifest in manifests)
+    for less, more in zip(without, with_it, strict=True):
+        assert more.host_bytes - less.host_bytes == 8 * more.trained

@@ -91,6 +91,22 @@ def test_what_averages_leave_over_comes_later(averaging, few_kept):
     anyio.run(run)
 
 
+def test_what_is_left_over_goes_with_who_leaves_and_with_a_log_that_gives_way(few_kept):
+    async def run():
+        hall = hall_of(TOPK)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, first[0].log(0).next_round + 2), 60)
+            leaver, other = (hall.rigs[peer.identity.peer_id] for peer in (more[0], more[1]))
+            await leaver.leave()
+            await other.driver._give_up()
+            for rig in (leaver, other):
+                assert rig.peer.context.metrics.leftovers_dropped._value.get() == 1
+
+    anyio.run(run)
+
+
 @pytest.mark.parametrize("averaging", [DELAYED, EAGER, PERIODIC], ids=["delayed", "eager", "periodic"])
 def test_agreed_rounds_make_the_updates_of_replicas_in_one_process(averaging):
     async def run():
