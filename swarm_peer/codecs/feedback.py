@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +72,8 @@ class ErrorFeedback:
 
     def begin_try(self, cut: str, round_number: int, codec: str) -> Try:
         """Begin a try of a cut's average, before anything of it is sent."""
-        begun = Try(codec, self._leftover, torch.zeros(self._num_values))
+        # Of numpy, whose zeros are made as they are used, and not by the event loop.
+        begun = Try(codec, self._leftover, torch.from_numpy(np.zeros(self._num_values, np.float32)))
         self._tries[cut] = round_number, begun
         while len(self._tries) > KEPT_TRIES:
             del self._tries[next(iter(self._tries))]

@@ -33,6 +33,7 @@ def part_values(num_values: int, num_members: int) -> int:
     All members average as many parts, or nearly, and so as many values.
     """
     most = min(MAX_PART_VALUES, MAX_VALUES_AT_ONCE // num_members)
+    most -= most % PART_MULTIPLE if most > PART_MULTIPLE else 0
     share = -(-num_values // num_members)
     values = max(1, -(-share // -(-share // most))) if share else 1
     multiples = -(-values // PART_MULTIPLE)
