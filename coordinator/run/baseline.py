@@ -255,6 +255,17 @@ def accumulate(
     return sum(float(passes[-1][each].output.sum()) for each in microbatches)
 
 
+def end_round(replicas: Sequence[StageTrainer]) -> list[StepResult]:
+    """End a round among the replicas of a stage, with all of an average; returns how each has taken its update.
+
+    Args:
+        replicas: in the order of their peers' ids, in which stage-mates add what they bring. The last digits of an
+            average depend on it
+    """
+    averages = _average(_brought(replicas))
+    return [trainer.apply(averages) for trainer in replicas]
+
+
 def _brought(replicas: Sequence[StageTrainer]) -> list[Work]:
     return [trainer.strategy.contribution(trainer.mean_gradients(), trainer.weight) for trainer in replicas]
 

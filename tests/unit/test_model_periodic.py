@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import LENGTH, LLAMA, VOCABULARY
 
-from coordinator.run.baseline import Baseline, ReplicatedBaseline, StageRounds
+from coordinator.run.baseline import Baseline, ReplicatedBaseline, end_round
 from swarm_peer.config import RunManifest
 from swarm_peer.model import training
 from swarm_peer.model.costs import stage_costs
@@ -73,7 +73,7 @@ def test_replicas_go_alone_and_meet_at_the_end_of_a_period():
         assert are_equal(weights(first), weights(second))
         compute(first, step)
         compute(second, 100 + step)
-        StageRounds([first, second]).end()
+        end_round([first, second])
     assert are_equal(weights(first), weights(second))
     assert not are_equal(weights(first), beginning)
     assert all(state["step"] == 2 * PERIOD for state in first.optimizer.state.values()), "its own state lasts"
@@ -93,8 +93,8 @@ def test_an_outer_step_of_rate_1_without_momentum_is_the_mean_by_samples():
                 trainer.update(trainer.mean_gradients())
         else:
             for trainer in alone:
-                StageRounds([trainer]).end()
-        StageRounds([first, second]).end()
+                end_round([trainer])
+        end_round([first, second])
     for mean, one, other in zip(weights(first), present(alone[0]), present(alone[1]), strict=True):
         torch.testing.assert_close(mean, (2 * one + other) / 3, rtol=1e-5, atol=1e-6)
 
@@ -111,7 +111,7 @@ def test_the_outer_step_is_that_of_torch():
                 parameter.grad = parameter.detach() - inner
             trainer.discard_gradients()
             optimizer.step()
-        StageRounds([trainer]).end()
+        end_round([trainer])
     for ours, theirs in zip(weights(trainer), outer, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
 
@@ -146,8 +146,8 @@ def test_a_replica_without_samples_changes_nothing_and_weighs_nothing():
         assert are_equal(weights(idle), beginning)
         compute(first, step)
         compute(alone, step)
-        StageRounds([first, idle]).end()
-        StageRounds([alone]).end()
+        end_round([first, idle])
+        end_round([alone])
     for mean, own in zip(weights(idle), weights(alone), strict=True):
         torch.testing.assert_close(mean, own, rtol=0, atol=1e-6)
     assert not idle.optimizer.state
@@ -157,10 +157,10 @@ def test_a_period_without_any_sample_leaves_the_weights():
     pair = replicas(2)
     for step in range(PERIOD):
         compute(pair[0], step)
-        StageRounds(pair).end()
+        end_round(pair)
     before = weights(pair[0])
     for _ in range(PERIOD):
-        StageRounds(pair).end()
+        end_round(pair)
     assert are_equal(weights(pair[0]), before), "the momentum moves nothing by itself"
     assert are_equal(weights(pair[1]), before)
 
@@ -192,14 +192,14 @@ def test_a_newcomer_goes_on_from_a_stage_mates_weights_with_no_samples():
     first, second, newcomer = replicas(3)
     compute(first, 1)
     compute(second, 2)
-    StageRounds([first, second]).end()
+    end_round([first, second])
     newcomer.load_state(first.state(), 1)
     assert are_equal(weights(newcomer), weights(first))
     assert newcomer.strategy.difference()[1] == 0
     for step in range(1, PERIOD):
         for number, trainer in enumerate((first, second, newcomer)):
             compute(trainer, 10 * number + step)
-        StageRounds([first, second, newcomer]).end()
+        end_round([first, second, newcomer])
     assert are_equal(weights(newcomer), weights(first))
     assert are_equal(weights(newcomer), weights(second))
 
@@ -217,18 +217,18 @@ def test_a_rewind_gives_the_outer_weights_and_their_momentum_back():
     [trainer] = replicas(1)
     for step in range(PERIOD):
         compute(trainer, step)
-        StageRounds([trainer]).end()
+        end_round([trainer])
     snapshot = trainer.state()
 
     def go_on():
         for step in range(PERIOD):
             compute(trainer, 10 + step)
-            StageRounds([trainer]).end()
+            end_round([trainer])
         return weights(trainer)
 
     after = go_on()
     compute(trainer, 99)
-    StageRounds([trainer]).end()
+    end_round([trainer])
     trainer.load_state(snapshot, PERIOD)
     assert are_equal(go_on(), after)
 
