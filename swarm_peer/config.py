@@ -12,15 +12,18 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from swarm_peer.codecs import check_codec
+from swarm_peer.codecs import DENSE, NEED_FEEDBACK, check_codec, check_codec_of_wires
 from swarm_peer.settings import RUN_NAME, Count, Name, Section, Share
 
 # One of codecs/__init__.py: CODECS.
 CodecName = Annotated[str, AfterValidator(check_codec)]
+CodecOfWires = Annotated[str, AfterValidator(check_codec_of_wires)]
 BasePrecision = Literal["fp32", "bf16", "int8", "nf4"]
 AveragingMode = Literal["synchronous", "delayed", "periodic"]
 # Steps of a run, at the most. bitsandbytes counts in 32 bits on GPUs, and must not come to the end of them.
 MAX_STEPS = 2**30
+# The part of a run's optimizer steps, at its end, whose averages send what codecs have left over.
+FLUSHED_SHARE = 0.02
 # Of Muon, where a configuration names none (https://kellerjordan.github.io/posts/muon/).
 MUON_MOMENTUM = 0.95
 # Kinds of files of a data set.
@@ -291,9 +294,9 @@ class ScheduleSection(Section):
 class WireSection(Section):
     """How activations and their gradients are encoded between stages."""
 
-    activations: CodecName = "none"
+    activations: CodecOfWires = "none"
     """codec of activations between stages; rounds to nearest"""
-    gradients: CodecName = "none"
+    gradients: CodecOfWires = "none"
     """codec of activation gradients between stages; int4_hadamard and int5_hadamard round stochastically"""
 
 
@@ -314,7 +317,14 @@ class AveragingSection(Section):
     """for delayed: until the average of a step is there, each peer goes on from an update by its own gradient; costs
     three more values of host memory for each parameter, and saves most of the loss that the delay costs"""
     compression: CodecName = "none"
-    """codec of weight gradients within a stage; int4_hadamard and int5_hadamard round stochastically"""
+    """codec of weight gradients within a stage; int4_hadamard and int5_hadamard round stochastically; topk_2bit and
+    sign send a 21st and a 30th of fp32, and what they lose is added to what the peer sends next"""
+    dense_share: Share = 0.08
+    """for topk_2bit and sign: part of the run's optimizer steps, at its beginning, that are averaged in 8 bit; so are
+    the last 2 %, which send what was left over"""
+    all_reduce: Literal["hivemind", "streamed"] = "hivemind"
+    """hivemind's, or one that encodes, sends, adds and decodes parts at once, which takes less time; topk_2bit and sign
+    take the second"""
     round_timeout_s: float = Field(60.0, gt=0)
     """longest averaging round, in seconds; set it to about three times a normal one"""
     chunk_timeout_s: float = Field(8.0, gt=0)
@@ -332,6 +342,12 @@ class AveragingSection(Section):
     def rounds_ahead(self) -> int:
         """Rounds that may be open while an earlier one is not committed, besides the next."""
         return 1 if self.mode == "delayed" else 0
+
+    def codec_at(self, optimizer_step: int, last_step: int) -> str:
+        """The codec of the average that makes the weights of an optimizer step, of a run that ends with another one."""
+        is_early = optimizer_step <= self.dense_share * last_step
+        is_late = optimizer_step > (1 - FLUSHED_SHARE) * last_step
+        return DENSE if self.compression in NEED_FEEDBACK and (is_early or is_late) else self.compression
 
     def averages_at(self, optimizer_step: int) -> bool:
         """Whether an average ends the round that began with this optimizer step."""

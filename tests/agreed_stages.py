@@ -231,7 +231,7 @@ class Rig:
             agreement=peer.agreement,
             stage=stage,
             workplace=self.workplace,
-            averager=CutAverager(averager, context.threads),
+            averager=CutAverager(context=context, stage=stage, averager=averager, word_at=peer.core.word_at),
             sources=self.sources,
             clock=context.clock,
             ended=self.ended.append,
@@ -386,15 +386,22 @@ class Hall:
                 rounds._update()  # where updates are delayed, the last one has yet to come
 
         restart = next(iter(self.rigs.values())).peer.core.epoch.restart
-        for number in (cut.round for cut in self.history()):
+        others = {cut.round: cut for cut in self.history(1)}
+        for cut in self.history():
+            number = cut.round
+            if number not in others:
+                break
             if number == restart.first_round:
                 update()
             computed = [[rig.workplace.computed.get(number, []) for rig in rigs] for rigs in stages]
-            batch, other = (sorted(each for held in by_rig for each in held) for by_rig in computed)
-            assert batch == other, f"both stages have computed the same in round {number}, each sample once"
+            batch, others_batch = (sorted(each for held in by_rig for each in held) for by_rig in computed)
+            assert batch == others_batch, f"both stages have computed the same in round {number}, each sample once"
             orders = [[[batch.index(each) for each in held] for held in by_rig] for by_rig in computed]
             tokens = [torch.frombuffer(bytearray(each), dtype=torch.int32).view(1, -1) for each in batch]
-            reference.train_step(tokens, orders)
+            seats = [sorted(seat.peer for seat in each.seats) for each in (cut, others[number])]
+            ids = [[rig.peer.identity.peer_id for rig in rigs] for rigs in stages]
+            members = [[own.index(peer) for peer in peers] for own, peers in zip(ids, seats, strict=True)]
+            reference.train_step(tokens, orders, members)
             note()
         update()
         note()
@@ -434,7 +441,7 @@ class Hall:
             state, step = shared_entries(rig.trainer.state()), rig.trainer.optimizer_step
             assert step >= start
             if step not in expected:  # meanwhile more rounds have ended
-                await until([rig.peer], lambda _, step=step: len(self.history()) >= step)
+                await until([rig.peer], lambda _, step=step: min(map(len, map(self.history, (0, 1)))) >= step)
                 expected = self.replicas()
             assert state.keys() == expected[step][rig.stage].keys()
             for name, value in expected[step][rig.stage].items():

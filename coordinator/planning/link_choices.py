@@ -18,7 +18,7 @@ WIRES: tuple[tuple[str, str], ...] = (
     ("int5_hadamard", "int4_hadamard"),
     ("int4_hadamard", "int4_hadamard"),
 )
-AVERAGING: tuple[str, ...] = ("blockwise_8bit",)
+AVERAGING: tuple[str, ...] = ("blockwise_8bit", "topk_2bit")
 
 
 def link_choices(manifest: RunManifest, made: Plan, prediction: Prediction) -> list[dict[str, Any]]:

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from coordinator.watch.metrics_file import MetricsLine, ValidationLoss, metrics_line
-from swarm_peer.codecs import find_codec
+from swarm_peer.codecs import NEED_FEEDBACK, PLAIN, find_codec
+from swarm_peer.codecs.feedback import ErrorFeedback, flat
+from swarm_peer.codecs.parts import averaged
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, SwarmError
 from swarm_peer.model.forward_pass import ForwardPass
@@ -122,7 +124,10 @@ class ReplicatedBaseline:
         self.rounds = [StageRounds(replicas) for replicas in self.stages]
 
     def train_step(
-        self, microbatches: Sequence[torch.Tensor], orders: Sequence[Sequence[Sequence[int]]]
+        self,
+        microbatches: Sequence[torch.Tensor],
+        orders: Sequence[Sequence[Sequence[int]]],
+        members: Sequence[Sequence[int]] | None = None,
     ) -> tuple[float, int]:
         """One optimizer step. Returns the mean loss and the number of samples.
 
@@ -130,12 +135,14 @@ class ReplicatedBaseline:
             microbatches: token tensors of shape (B, T+1)
             orders: for each stage, for each of its replicas: the numbers of the microbatches that it computes, in the
                 order in which it adds their gradients. A sum's last digits depend on it
+            members: of each stage, the replicas that average, in the order of their peers' ids; None for all. With
+                codecs that need feedback it matters who they are
         """
         ids = [f"{self.rounds[0].num_ended}/{number}".encode() for number in range(len(microbatches))]
         orders_of_ids = [[[ids[number] for number in numbers] for numbers in order] for order in orders]
         loss_sum = accumulate(self.stages, dict(zip(ids, microbatches, strict=True)), orders_of_ids)
-        for stage in self.rounds:
-            stage.end()
+        for number, stage in enumerate(self.rounds):
+            stage.end(None if members is None else members[number])
         data = self.stages[0][0].manifest.data
         return loss_sum / sum(weight_of(each, data) for each in microbatches), sum(map(len, microbatches))
 
@@ -160,20 +167,37 @@ class StageRounds:
         self._is_delayed = manifest.averaging.rounds_ahead > 0
         self._last_step = manifest.training.steps
         self._waiting: Sequence[torch.Tensor] | None = None  # the average of the newest round
+        num_values = sum(shape.numel() for shape in replicas[0].shapes)
+        has_feedback = manifest.averaging.compression in NEED_FEEDBACK
+        self._feedback = [ErrorFeedback(num_values) for _ in replicas] if has_feedback else None
 
-    def end(self) -> list[StepResult]:
-        """End a round; returns how the replicas have taken updates, if any."""
+    def end(self, members: Sequence[int] | None = None) -> list[StepResult]:
+        """End a round; returns how the replicas have taken updates, if any.
+
+        Args:
+            members: the replicas that average, in the order of their peers' ids; None for all
+        """
         self.num_ended += 1
-        if not self._is_delayed:
-            return end_round(self._replicas)
         brought = _brought(self._replicas)
+        members = range(len(brought)) if members is None else members
+        if not self._is_delayed:
+            averages = self._average(brought, members)
+            return [trainer.apply(averages) for trainer in self._replicas]
         results = self._update()
-        self._waiting = _average(brought)
+        self._waiting = self._average(brought, members)
         for trainer, (own, _) in zip(self._replicas, brought, strict=True):
             trainer.discard_gradients()
             if self.num_ended < self._last_step:
                 trainer.strategy.try_own(own)
         return results if self.num_ended < self._last_step else results + self._update()
+
+    def _average(self, brought: Sequence[Work], members: Sequence[int]) -> Sequence[torch.Tensor]:
+        averaging = self._replicas[0].manifest.averaging
+        if self._feedback is None or not averaging.averages_at(self.num_ended - 1):
+            return _average(brought)
+        codec = averaging.codec_at(self.num_ended, self._last_step) if len(members) > 1 else PLAIN
+        feedback = [self._feedback[number] for number in members]
+        return average_with_feedback([brought[number] for number in members], feedback, self.num_ended, codec)
 
     def _update(self) -> list[StepResult]:
         averages, self._waiting = self._waiting, None
@@ -232,7 +256,7 @@ def accumulate(
 
 
 def end_round(replicas: Sequence[StageTrainer]) -> list[StepResult]:
-    """End a round among the replicas of a stage; returns how each has taken its update.
+    """End a round among the replicas of a stage, with all of an average; returns how each has taken its update.
 
     Args:
         replicas: in the order of their peers' ids, in which stage-mates add what they bring. The last digits of an
@@ -248,6 +272,33 @@ def _brought(replicas: Sequence[StageTrainer]) -> list[Work]:
 
 def _average(brought: Sequence[Work]) -> Sequence[torch.Tensor]:
     return _mean(brought) if len(brought) > 1 else brought[0][0]  # a peer without stage-mates takes its own
+
+
+def average_with_feedback(
+    brought: Sequence[Work], feedback: Sequence[ErrorFeedback], round_number: int, codec: str
+) -> list[torch.Tensor]:
+    """The mean over what they weigh, as stage-mates come to it by a codec that needs feedback.
+
+    Args:
+        feedback: of each of them; settled with what is left over
+    """
+    total, tensors = sum(weight for _, weight in brought), brought[0][0]
+    tries = [each.begin_try("", round_number, codec) for each in feedback]
+    names = [f"{number:06}" for number in range(len(brought))]
+    values = [flat(means) for means, _ in brought]
+    if not total:
+        for each in tries:
+            each.keep()
+        average = torch.zeros_like(values[0])
+    else:
+        for own, (_, weight), each in zip(values, brought, tries, strict=True):
+            each.bring(own, weight)
+        leftovers = dict(zip(names, (each.after for each in tries), strict=True))
+        average = averaged(dict(zip(names, values, strict=True)), total, find_codec(codec), leftovers)
+    for own_feedback in feedback:
+        own_feedback.settle("", round_number, is_member=True)
+    parts = torch.split(average, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _mean(brought: Sequence[Work]) -> list[torch.Tensor]:

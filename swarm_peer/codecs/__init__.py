@@ -5,6 +5,7 @@ A further codec is a class in a file of its own, derived from `codecs/base.py: C
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -22,7 +23,15 @@ CODECS = {
     "blockwise_8bit": "swarm_peer.codecs.blockwise:BLOCKWISE_8BIT",
     "int5_hadamard": "swarm_peer.codecs.hadamard:INT5_HADAMARD",
     "int4_hadamard": "swarm_peer.codecs.hadamard:INT4_HADAMARD",
+    "topk_2bit": "swarm_peer.codecs.sparse:TOPK_2BIT",
+    "sign": "swarm_peer.codecs.sign:SIGN",
 }
+
+# These lose so much that it has to be added to what is encoded next: what is averaged step by step can wait, while an
+# activation and its gradient are sent once.
+NEED_FEEDBACK = frozenset({"topk_2bit", "sign"})
+# The codec of averages at the beginning and the end of a run that uses one of these.
+DENSE = "blockwise_8bit"
 
 # The codec of whatever travels as it is, in every run.
 PLAIN = "none"
@@ -39,14 +48,23 @@ def _load(place: str) -> Codec:
     return codec
 
 
-def check_codec(name: str) -> str:
+def check_codec_of_wires(name: str) -> str:
+    """Check the name of a codec of what is sent once, for a field of a pydantic model.
+
+    Raises:
+        PydanticCustomError: there is no such codec, or what it loses would have to be sent later
+    """
+    return check_codec(name, [each for each in CODECS if each not in NEED_FEEDBACK])
+
+
+def check_codec(name: str, names: Collection[str] = CODECS) -> str:
     """Check the name of a codec, for a field of a pydantic model.
 
     Raises:
         PydanticCustomError: there is no such codec
     """
-    if name not in CODECS:
-        *others, last = map(repr, CODECS)
+    if name not in names:
+        *others, last = map(repr, names)
         raise PydanticCustomError(
             "literal_error", "Input should be {expected}", {"expected": f"{', '.join(others)} or {last}"}
         )

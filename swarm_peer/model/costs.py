@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_peer.codecs import find_codec
+from swarm_peer.codecs import NEED_FEEDBACK, find_codec
 from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.adapters import num_adapted
 from swarm_peer.model.families import Cost, family_of
@@ -308,6 +308,8 @@ def _host_bytes(stage: _Stage) -> float:
     """Memory that a peer uses beside its trainer."""
     manifest, trained = stage.manifest, stage.trained
     averaging = FP32_BYTES * trained
+    if manifest.averaging.compression in NEED_FEEDBACK:
+        averaging += 2 * FP32_BYTES * trained  # what is left over, and what a try of an average leaves over
     averaging += 0 if stage.adapters is None else FP32_BYTES * trained  # the initial ones
     kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * trained
     state = state_bytes(

@@ -193,7 +193,7 @@ class Assembly:
             agreement=agreement,
             stage=stage,
             workplace=workplace,
-            averager=CutAverager(averager, context.threads),
+            averager=CutAverager(context=context, stage=stage, averager=averager, word_at=agreement.core.word_at),
             sources=sources,
             clock=context.clock,
             ended=lambda committed: reports.ended(committed, agreement.core.epoch.restart),

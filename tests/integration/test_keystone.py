@@ -133,6 +133,22 @@ def test_losses_under_adamw_equal_the_single_process(family: str, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", ["topk_2bit", "sign"])
+def test_stage_mates_are_alike_whatever_averages_leave_over(codec: str, tmp_path: Path) -> None:
+    """Replicas in one process are held to it in tests/unit/test_runtime_modes.py, which knows who computed what."""
+    manifest = tiny_manifest(
+        stages={"count": 2, "peers_to_start": 2},
+        averaging={"compression": codec, "dense_share": 0.0, "compare_weights_every": 2},
+    )
+    run = run_swarm(manifest, [2, 2], tmp_path)
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    check_nothing_lost(run)
+    assert "leftover_dropped" not in run.logs()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "num_stages", "num_peers"), [("llama", 2, 2), ("gpt2", 3, 2)])
 def test_muon_equals_the_single_process(family: str, num_stages: int, num_peers: int, tmp_path: Path) -> None:
     """Stage-mates are bitwise alike. Against one process, sums differ by their order, and 16 bits make more of that.

@@ -44,7 +44,7 @@ from swarm_peer.runtime.stage.executor import StageExecutor
 from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.state.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state.states import StageSources
-from swarm_peer.runtime.step.all_reduce import AllReduce, _ExactAllReduce
+from swarm_peer.runtime.step.all_reduce import AllReduce, Brought
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
@@ -164,8 +164,9 @@ def guests_left_out() -> Any:
 def shares_not_weighed() -> Any:
     """The averages are means over peers, and not over samples."""
 
-    def make(shares: Any, **options: Any) -> AllReduce:
-        return AllReduce(shares=dict.fromkeys(shares, 1), **options)
+    def make(brought: Brought, **options: Any) -> AllReduce:
+        weights = dict.fromkeys(brought.weights, 1.0)
+        return AllReduce(brought=replace(brought, weights=weights, total=float(len(weights))), **options)
 
     return patch.object(averaging_module, "AllReduce", make)
 
@@ -174,11 +175,14 @@ def shares_not_weighed() -> Any:
 def partial_average_applied() -> Any:
     """If a member does not average its parts in time, the others keep theirs and call the round done."""
 
-    def init(original: Any, runner: Any, *args: Any, **options: Any) -> None:
-        original(runner, *args, **options)
-        del runner.tensor_part_container.register_failed_reducer
+    def fail(original: Any, averaging_round: Any, reason: str, member: str | None = None) -> None:
+        if "in time" not in reason:
+            original(averaging_round, reason, member)
+            return
+        averaging_round._num_left = 0
+        averaging_round._changed.notify()
 
-    return _wrapped(_ExactAllReduce, "__init__", init)
+    return _wrapped(AllReduce, "fail", fail)
 
 
 # --- slices

@@ -15,10 +15,11 @@ from unittest.mock import patch
 
 from loop import HOST
 
+from swarm_peer.codecs import parts
 from swarm_peer.runtime import mover
 from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.state import chunks, index, named_snapshots, state_server
-from swarm_peer.runtime.step import all_reduce, driver, giving
+from swarm_peer.runtime.step import driver, giving
 
 SMALL_SHARE = 1 / 3
 # A stage has 900 to 5,000 values, and its largest tensor 8 KiB.
@@ -50,7 +51,7 @@ def pieces_of(seed: str) -> Iterator[None]:
     with ExitStack() as stack:
         if is_small(seed):
             stack.enter_context(patch.object(giving, "CHUNK_BYTES", GIVEN_BYTES))
-            stack.enter_context(patch.object(all_reduce, "MAX_PART_VALUES", PART_VALUES))
+            stack.enter_context(patch.object(parts, "MAX_PART_VALUES", PART_VALUES))
             stack.enter_context(patch.object(mover, "has_room_beside", has_room))
             for module in (index, named_snapshots, chunks):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))

@@ -368,14 +368,16 @@ def test_codecs_and_modes_are_compared_for_the_same_peers() -> None:
         name="home", count=8, flops_per_s=5e12, memory_bytes=16e9, upload_bytes_per_s=25e6, download_bytes_per_s=25e6
     )
     report = make_report(manifest_of("gpt2-124m", "stages.peers_to_start=2"), [home], num_stages=4)
-    own, _, some, fewer = report["link_choices"]
-    assert [(row["activations"], row["gradients"]) for row in report["link_choices"]] == [
+    own, _, some, fewer, sparse = report["link_choices"][:5]
+    assert [(row["activations"], row["gradients"]) for row in report["link_choices"]] == 2 * [
         ("blockwise_8bit", "blockwise_8bit"),
         ("blockwise_8bit", "int4_hadamard"),
         ("int5_hadamard", "int4_hadamard"),
         ("int4_hadamard", "int4_hadamard"),
     ]
-    assert {row["averaging"] for row in report["link_choices"]} == {"blockwise_8bit"}
+    averaging = [row["averaging"] for row in report["link_choices"]]
+    assert averaging == [*4 * ["blockwise_8bit"], *4 * ["topk_2bit"]]
+    assert own["synchronous"] < sparse["synchronous"] < sparse["periodic"]
     assert own["synchronous"] == 1.0
     assert own["synchronous"] < own["delayed"]
     assert own["synchronous"] < own["periodic"] < some["periodic"] < fewer["periodic"]

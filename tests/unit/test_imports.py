@@ -170,7 +170,7 @@ def test_nothing_below_imports_the_cli():
 
 
 HIVEMIND_ADAPTERS = {
-    "all_reduce.py",
+    "hivemind_all_reduce.py",
     "dht.py",
     "guarded_p2p.py",
     "p2p_transport.py",

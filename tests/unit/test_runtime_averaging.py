@@ -8,6 +8,7 @@ import gc
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,11 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from memory_transport import MemoryNetwork, MemoryTransport
 
-from swarm_peer.codecs import CODECS, find_codec
+from swarm_peer.codecs import CODECS, find_codec, parts
 from swarm_peer.config import AveragingSection
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.network.transport import Reply
-from swarm_peer.runtime.step import all_reduce, averaging
+from swarm_peer.runtime.step import all_reduce, averaging, hivemind_all_reduce
 from swarm_peer.runtime.step.all_reduce import FEWEST_IN_FLIGHT, MOST_IN_FLIGHT
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
 from swarm_peer.wire.codecs import bytes_of, encoded_bytes
@@ -53,13 +54,13 @@ def gradients_of(number: int, round_number: int) -> list[torch.Tensor]:
 class Members:
     """Three peers of one stage on a network without wires."""
 
-    def __init__(self, network: MemoryNetwork, codec: str = "none", chunk_timeout_s: float = 10.0):
+    def __init__(self, network: MemoryNetwork, kind: str, codec: str = "none", chunk_timeout_s: float = 10.0):
         self.network = network
         self.averagers: list[GradientAverager] = []
         self.transports = []
         resolved = unparsed(HASH)
         section = AveragingSection.model_validate(
-            {"compression": codec, "round_timeout_s": 20, "chunk_timeout_s": chunk_timeout_s}
+            {"all_reduce": kind, "compression": codec, "round_timeout_s": 20, "chunk_timeout_s": chunk_timeout_s}
         )
         resolved = replace(resolved, manifest=resolved.manifest.model_copy(update={"averaging": section}))
         for _ in SAMPLES:
@@ -106,11 +107,16 @@ class Members:
         return await self.transports[-1].call(self.ids[to], call, (data,), timeout_s=10)  # type: ignore[arg-type]
 
 
+@pytest.fixture(params=["hivemind", "streamed"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-async def members(request: pytest.FixtureRequest) -> AsyncIterator[Members]:
+async def members(request: pytest.FixtureRequest, kind: str) -> AsyncIterator[Members]:
     codec, _, chunk_timeout_s = getattr(request, "param", "none").partition(":")
     async with MemoryNetwork() as network:
-        started = Members(network, codec, float(chunk_timeout_s or 10))
+        started = Members(network, kind, codec, float(chunk_timeout_s or 10))
         await started.serve()
         yield started
 
@@ -136,7 +142,7 @@ def check_equals_mean(outcomes: list[list[torch.Tensor] | str], round_number: in
 async def test_all_members_get_the_weighted_mean(
     members: Members, part_values: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", part_values)
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", part_values)
     tolerance = TOLERANCE[request.node.callspec.params["members"]]
     for round_number in range(3):
         check_equals_mean(await members.average(round_number, [0, 1, 2]), round_number, tolerance)
@@ -232,7 +238,7 @@ class NarrowLink:
 async def test_no_more_is_under_way_than_a_link_carries_in_a_short_time(
     members: Members, queue_s: float, at_once: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", 128)
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", 128)
     monkeypatch.setattr(all_reduce, "QUEUE_S", queue_s)
     links = [NarrowLink(transport, seconds=0.005) for transport in members.transports]
     check_equals_mean(await members.average(0, [0, 1, 2]), 0, TOLERANCE["none"])
@@ -290,7 +296,7 @@ async def test_members_that_disagree_about_the_shares_fail(members: Members, sho
     assert all(isinstance(outcome, str) for outcome in outcomes.values())
 
 
-NAN = bytes_of(torch.full((8000,), float("nan")))
+NAN = bytes_of(torch.full((10_000,), float("nan")))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +400,7 @@ def held_bytes() -> int:
     ("members", "end"), [("none:20", "done"), ("none:0.2", "failed"), ("none:20", "cancelled")], indirect=["members"]
 )
 async def test_a_round_leaves_nothing_behind(members: Members, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_reduce, "MAX_PART_VALUES", 1000)
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", 1000)
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
     tasks_before = asyncio.all_tasks()
@@ -421,6 +427,21 @@ async def test_a_round_leaves_nothing_behind(members: Members, end: str, monkeyp
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_what_is_averaged_is_finite_whatever_a_sender_has_quantised(codec: str) -> None:
+    length, rng = 300, random.Random(1)
+    size = encoded_bytes((length,), codec)
+    for _ in range(20):
+        data = bytearray(rng.randbytes(size))
+        for wrong in (size - 1, size + 1, 0, 4 * length + 1):
+            with pytest.raises(InvalidMessage, match="bytes"):
+                all_reduce.decode_values(memoryview(bytearray(wrong)), length, find_codec(codec))
+        with suppress(InvalidMessage):
+            part = all_reduce.decode_values(memoryview(data), length, find_codec(codec))
+            assert part.shape == (length,)
+            assert part.isfinite().all()
+
+
+@pytest.mark.parametrize("codec", TOLERANCE)
 @pytest.mark.parametrize("group", [b"", bytes(32)])
 def test_hivemind_gets_plain_numbers_whatever_a_sender_has_quantised(codec: str, group: bytes) -> None:
     """Its own quantised codecs read past the end of their tables, where a sender's indices lead them."""
@@ -430,9 +451,9 @@ def test_hivemind_gets_plain_numbers_whatever_a_sender_has_quantised(codec: str,
         data = bytearray(rng.randbytes(size))
         for wrong in (size - 1, size + 1, 0, 4 * length + 1):
             with pytest.raises(InvalidMessage, match="bytes"):
-                all_reduce._decode(memoryview(bytearray(wrong)), length, find_codec(codec), 1.0, group)
+                hivemind_all_reduce._decode(memoryview(bytearray(wrong)), length, find_codec(codec), 1.0, group)
         try:
-            part = all_reduce._decode(memoryview(data), length, find_codec(codec), 1.0, group).tensor_part
+            part = hivemind_all_reduce._decode(memoryview(data), length, find_codec(codec), 1.0, group).tensor_part
         except InvalidMessage as error:
             refused = str(error)
         else:
@@ -443,7 +464,15 @@ def test_hivemind_gets_plain_numbers_whatever_a_sender_has_quantised(codec: str,
         assert refused in ("", f"tensor of shape ({length},) holds non-finite numbers")
 
 
-@pytest.mark.parametrize(("num_members", "most"), [(2, 2**18), (16, 2**18), (64, 2**16), (1000, 4194)])
+@pytest.mark.parametrize(("num_members", "most"), [(2, 2**19), (16, 2**18), (64, 2**16), (1000, 4194)])
 def test_the_more_members_the_smaller_are_parts(num_members, most):
-    assert all_reduce.part_values(10**9, num_members) == most
-    assert all_reduce.part_values(5, num_members) == -(-5 // num_members)
+    assert 0.9 * most < parts.part_values(10**9, num_members) <= most
+    assert parts.part_values(5, num_members) == -(-5 // num_members)
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_values", [1, 7, 4097, 10**6 + 1, 3 * 2**19])
+def test_no_member_averages_more_than_a_part_more_than_its_share(num_values, num_members):
+    length = parts.part_values(num_values, num_members)
+    num_parts = -(-num_values // length)
+    assert -(-num_parts // num_members) * length < num_values / num_members + length

@@ -141,6 +141,12 @@ class At:
     def __init__(self, average):
         self.average = average
 
+    def begin(self, restart):
+        pass
+
+    def settle(self, cut):
+        pass
+
 
 class Others:
     """Takes over what a seat lacks from the others' workshops."""
@@ -484,7 +490,7 @@ class AsFar(Nobody):
 
 def driver_of(core, sources, clock):
     agreement = SimpleNamespace(core=core, changed=Condition())
-    return RoundDriver(agreement=agreement, stage=1, workplace=Shop(), averager=None, sources=sources, clock=clock)
+    return RoundDriver(agreement=agreement, stage=1, workplace=Shop(), averager=At(None), sources=sources, clock=clock)
 
 
 def test_a_seat_whose_stage_mates_lack_the_same_update_gives_up_its_place():
@@ -556,7 +562,7 @@ def told_by(core):
         lost.clear()
 
     agreement = SimpleNamespace(core=core, changed=Condition())
-    parts = {"workplace": Shop(), "averager": None, "sources": Nobody(), "clock": MovedClock(now=100.0)}
+    parts = {"workplace": Shop(), "averager": At(None), "sources": Nobody(), "clock": MovedClock(now=100.0)}
     return RoundDriver(agreement=agreement, stage=1, lost=tell, **parts), told
 
 
@@ -691,7 +697,7 @@ def test_of_a_round_that_is_cut_again_and_again_only_the_newest_results_are_kept
             agreement=agreement,
             stage=1,
             workplace=Shop(),
-            averager=None,
+            averager=At(None),
             sources=None,
             clock=MovedClock(),
         )
@@ -700,7 +706,7 @@ def test_of_a_round_that_is_cut_again_and_again_only_the_newest_results_are_kept
             cut = SimpleNamespace(hash=f"cut {attempt}", round=4, attempt=attempt, averages=False, parts=[part])
             await driver._average_cut(driver_module._Averaging(cut, anyio.CancelScope()))
         assert len(told) == 5
-        assert list(driver._results) == ["cut 3", "cut 4"]
+        assert list(driver._results._held) == ["cut 3", "cut 4"]
 
     anyio.run(run)
 

@@ -11,6 +11,7 @@ from agreed_stages import VALIDATION, Hall, has_come_to, quick_stages, resolved_
 from agreeing import HASH, swarm, until
 from tiny_models import LENGTH
 
+from swarm_peer.codecs.sparse import TOPK_2BIT
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.protocol.log import Log
 from swarm_peer.runtime.state.roots import root_of
@@ -21,6 +22,8 @@ PERIOD = 4
 DELAYED = {"mode": "delayed", "eager_updates": False}
 EAGER = {"mode": "delayed"}
 PERIODIC = {"mode": "periodic", "inner_steps": PERIOD}
+TOPK = {"compression": "topk_2bit", "dense_share": 0.0}
+SIGN = {"compression": "sign", "dense_share": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,53 @@ def test_averages_are_weighted_by_targets(averaging):
             weights = {each.weight for cut in hall.cuts(1) for each in cut.brings}
             assert max(weights) > LENGTH
             await hall.check_replicas(start, period_of(averaging))
+
+    anyio.run(run)
+
+
+@pytest.fixture
+def few_kept(monkeypatch):
+    """Stages have 900 to 5,000 values, and a chunk is a member's whole share of them."""
+    monkeypatch.setattr(TOPK_2BIT, "_kept", 32)
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        pytest.param(TOPK, id="topk"),
+        pytest.param(SIGN, id="sign", marks=pytest.mark.slow),
+        pytest.param(TOPK | DELAYED, id="topk-delayed"),
+        pytest.param(TOPK | EAGER, id="topk-eager", marks=pytest.mark.slow),
+        pytest.param(TOPK | PERIODIC, id="topk-periodic", marks=pytest.mark.slow),
+    ],
+)
+def test_what_averages_leave_over_comes_later(averaging, few_kept):
+    async def run():
+        hall = hall_of(averaging)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            start = first[0].log(0).next_round
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, start + 1 + PERIOD), 60)
+            for rig in hall.rigs.values():
+                assert rig.driver._averager._feedback.norm > 0
+            await hall.check_replicas(start, period_of(averaging))
+
+    anyio.run(run)
+
+
+def test_what_is_left_over_goes_with_who_leaves_and_with_a_log_that_gives_way(few_kept):
+    async def run():
+        hall = hall_of(TOPK)
+        async with swarm(hall.work, hall.resolved) as some:
+            first, more = await two_of_each(some, hall)
+            for stage, peers in ((0, (first[0], more[0])), (1, (first[1], more[1]))):
+                await until(peers, partial(has_come_to, stage, first[0].log(0).next_round + 2), 60)
+            leaver, other = (hall.rigs[peer.identity.peer_id] for peer in (more[0], more[1]))
+            await leaver.leave()
+            await other.driver._give_up()
+            for rig in (leaver, other):
+                assert rig.peer.context.metrics.leftovers_dropped._value.get() == 1
 
     anyio.run(run)
 

@@ -61,6 +61,7 @@ class PeerMetrics:
         self.lost_replies = counter("lost_replies", "Replies that their callers did not take")
         self.handler_defects = counter("handler_defects", "Calls whose handlers failed by a defect of this program")
         self.averaging_rounds = counter("averaging_rounds", "Averaging rounds with stage-mates", "outcome")
+        self.leftovers_dropped = counter("leftovers_dropped", "Leftovers of averages that were lost")
         self.averaging_seconds = histogram("averaging_duration_seconds", "One averaging round")
         self.resyncs = counter("resyncs", "Times that the state was downloaded from stage-mates", "cause")
         self.rewinds = counter("rewinds", "Times that the run went back because a stage had lost all its peers")

@@ -1,52 +1,57 @@
-"""hivemind's butterfly all-reduce among the members of one averaging round, driven from outside of hivemind.
+"""A butterfly all-reduce among the members of one averaging round: each member averages a share of the values.
 
-hivemind's runner decides which member averages which part, and when a member counts as lost. Parts come and go through
-the round's `take` and `send`: each is checked before hivemind sees it, and weighs what the cut says of its sender.
-The result is bitwise the same for every member.
+The values are cut into parts. A member sends each part to the member that averages it, and its reply is the average.
+Threads work on single parts, so that encoding, sending, adding and decoding overlap. All members
+read the same bytes, their own averages included, so the result is bitwise the same for every member.
 
-Owns hivemind's runner and its tasks, which stay in here. Must not know how parts travel: averaging.py does.
+Must not know how parts travel: averaging.py does. hivemind's all-reduce, in hivemind_all_reduce.py, makes the same
+averages.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import anyio
 import torch
-from hivemind.averaging.allreduce import AllReduceRunner
-from hivemind.averaging.partition import TensorPartReducer
-from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from anyio.abc import TaskGroup
 
 from swarm_peer.codecs import find_codec
 from swarm_peer.codecs.base import Codec
-from swarm_peer.config import AveragingSection
+from swarm_peer.codecs.parts import decode_part, encode_part, mean_of_parts, shares_of
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
-from swarm_peer.wire.codecs import bytes_of, decode, encode, rounding_seed
+from swarm_peer.wire.codecs import bytes_of, decode, rounding_seed
 
-log = logging.getLogger(__name__)
-
-# Values of a part, at the most. With 1 MB of fp32, no copy of a part holds up the event loop for long.
-MAX_PART_VALUES = 2**18
-# Values that a member sends to all others at a time. In a large stage the parts are smaller: each waits for one to
-# every other member, and those for one member must not come further apart than averaging.chunk_timeout_s.
-MAX_VALUES_AT_ONCE = 2**22
 # Parts on their way to one member: enough that a round trip across the world does not limit a home connection. Over a
 # narrow one, about as many as pass within QUEUE_S, but two at least: small calls wait behind them, and a stage-mate
 # that does not answer one for some seconds is taken for stalled.
 FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8
 QUEUE_S = 2.0
-# hivemind's tasks of a round that is given up end within this time.
-CLEANUP_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """The values of a member, and how an averaging round adds them.
+
+    Attributes:
+        values: all gradients of this peer, flat; they become the averages
+        weights: of all members, by which their values are multiplied before they are added
+        total: by which the sum is divided
+        codec: name of the one that parts and averages travel in
+        leftover: of the values' size, to which what the codec loses is added, in the unit of the values; None if it is
+            of no interest
+    """
+
+    values: torch.Tensor
+    weights: Mapping[str, float]
+    total: float
+    codec: str
+    leftover: torch.Tensor | None = None
 
 
 class AllReduce:
@@ -60,9 +65,8 @@ class AllReduce:
         self,
         *,
         group: bytes,
-        shares: Mapping[str, int],
-        values: torch.Tensor,
-        section: AveragingSection,
+        brought: Brought,
+        timeout_s: float,
         threads: Threads,
         me: str,
         send: Callable[[str, bytes, int, memoryview], Awaitable[memoryview]],
@@ -70,63 +74,52 @@ class AllReduce:
         """Prepare an averaging round.
 
         Args:
-            values: all gradients of this peer, flat; they become the averages
+            timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
         self._group = group
         self._me = me
-        self._codec = find_codec(section.compression)
+        self._codec = find_codec(brought.codec)
+        self._timeout_s = timeout_s
         self._threads = threads
         self._send = send
         self._changed = Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._failure: str | None = None
         self.blamed: frozenset[str] = frozenset()
         self._over = False
-        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
-        self._weights = {peer: float(share if any(shares.values()) else 1) for peer, share in shares.items()}
-        members = sorted(shares)
-        num_values = part_values(len(values), len(members))
-        self._views = torch.split(values, num_values)
-        self._runner = _ExactAllReduce(
-            self.exchange,
-            self.fail,
-            p2p=SimpleNamespace(peer_id=PeerID.from_base58(me)),
-            servicer_type=AllReduceRunner,
-            prefix=None,
-            group_id=group,
-            tensors=self._views,
-            weight=self._weights[me],
-            ordered_peer_ids=tuple(PeerID.from_base58(member) for member in members),
-            peer_fractions=(1 / len(members),) * len(members),
-            sender_timeout=section.chunk_timeout_s,
-            reducer_timeout=2 * section.chunk_timeout_s,
-            part_size_bytes=4 * num_values,
-        )
-        self._lengths = [len(part) for part in self._runner.parts_for_local_averaging]
-        own_index = members.index(me)
-        self._reducer = _ExactReducer(self._lengths, len(members), own_index, self._codec, threads, (group, me))
-        self._runner.tensor_part_reducer.finished.set()  # it would complain that nothing came
-        self._runner.tensor_part_reducer = self._reducer
-        self._arrived: dict[str, dict[int, Any]] = {peer: {} for peer in members if peer != me}
+        self._weights, self._total = dict(sorted(brought.weights.items())), brought.total
+        self._parts = _by_member(self._weights, brought.values)
+        self._leftovers = None if brought.leftover is None else _by_member(self._weights, brought.leftover)
+        self._num_left = sum(map(len, self._parts.values()))  # parts of which this peer does not have the average yet
+        self._own = self._parts.pop(me)
+        self._lengths = [len(part) for part in self._own]
         self._claimed: set[tuple[str, int]] = set()
-        self._done: dict[str, int] = dict.fromkeys(self._arrived, 0)  # averages that are ready for each sender
+        self._num_arrived = dict.fromkeys(self._parts, 0)
+        # The parts of others that wait to be added, by number and sender; and the averages as they travel, with the
+        # number of members that have yet to take them.
+        self._arrived: list[dict[str, torch.Tensor]] = [{} for _ in self._own]
+        self._averages: dict[int, tuple[memoryview, int]] = {}
+        self._tasks: TaskGroup | None = None  # while it runs
 
     async def run(self, timeout_s: float) -> str | None:
         """Average. Returns why it failed, if it did; after that, no task of it is left."""
-        for sender in self._arrived if self._lengths else ():
-            self._start(self._pump(sender))
-        self._start(_replace_by_averages(self._views, self._runner))
         try:
-            with anyio.move_on_after(timeout_s):
-                await self._changed.wait_for(
-                    lambda: self._failure is not None or all(task.done() for task in self._tasks)
-                )
-            if not all(task.done() for task in self._tasks):
+            with anyio.move_on_after(timeout_s) as in_time:
+                async with anyio.create_task_group() as tasks:
+                    self._tasks = tasks
+                    for member in self._parts:
+                        tasks.start_soon(self._exchange, member)
+                        tasks.start_soon(self._expect, member)
+                    for number in range(len(self._own)):
+                        self._average_if_whole(number)
+                    await self._changed.wait_for(lambda: self._failure is not None or not self._num_left)
+                    tasks.cancel_scope.cancel()
+            if in_time.cancelled_caught:
                 self.fail(f"not done within {timeout_s:.0f} s")
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._close()
+            self._over, self._tasks = True, None
+            self._changed.notify()
+            self._arrived.clear()
         return self._failure
 
     def fail(self, reason: str, member: str | None = None) -> None:
@@ -149,7 +142,7 @@ class AllReduce:
             InvalidMessage: the sender is no member, or the part does not fit or has come before
             NotServing: the averaging round was given up
         """
-        if sender not in self._done:
+        if sender not in self._parts:
             raise InvalidMessage("only members of an averaging round send parts")
         if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
             reason = f"part {part} of {len(tensors)} tensors is not averaged here, has come before, or is not one"
@@ -157,96 +150,103 @@ class AllReduce:
             raise InvalidMessage(reason)
         self._claimed.add((sender, part))
         try:
-            weight, length = self._weights[sender], self._lengths[part]
-            message = await self._threads.run(_decode, tensors[0], length, self._codec, weight, self._group)
+            values = await self._threads.run(decode_values, tensors[0], self._lengths[part], self._codec)
         except InvalidMessage as error:
             self.fail(f"{sender}: {error}", sender)
             raise
         if not self._over:
-            self._arrived[sender][part] = message
+            self._arrived[part][sender] = values
+            self._num_arrived[sender] += 1
+            self._average_if_whole(part)
         self._changed.notify()
-        await self._changed.wait_for(lambda: self._over or self._done[sender] > part)
-        if self._done[sender] <= part:
+        await self._changed.wait_for(lambda: self._over or part in self._averages)
+        if part not in self._averages:
             raise NotServing(f"this averaging round was given up: {self._failure}")
-        return await self._reducer.take(part)
+        average, num_left = self._averages.pop(part)
+        if num_left > 1:
+            self._averages[part] = average, num_left - 1
+        return average
 
-    def _start(self, coroutine: Any) -> asyncio.Task[None]:
-        """Run a coroutine as asyncio's task: hivemind's generators do not bear anyio's repeated cancellation."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
+    async def _expect(self, sender: str) -> None:
+        """Fail the round if a member sends nothing for too long."""
+        for number in range(len(self._own)):
+            with anyio.move_on_after(self._timeout_s) as in_time:
+                await self._changed.wait_for(partial(self._has_sent, sender, number))
+            if in_time.cancelled_caught:
+                self.fail(f"{sender} sent no part for too long", sender)
+                return
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(f"{error!r:.200}")
-        self._changed.notify()
+    def _has_sent(self, sender: str, number: int) -> bool:
+        return self._num_arrived[sender] > number
 
-    async def _pump(self, sender: str) -> None:
-        """Hand a member's parts to hivemind, in their order, and note which averages are ready for that member."""
+    def _average_if_whole(self, number: int) -> None:
+        """Begin to average one of this peer's own parts, if the round has begun and all members' have come."""
+        if self._tasks is not None and len(self._arrived[number]) == len(self._parts):
+            self._tasks.start_soon(self._average, number)
 
-        arrived = self._arrived[sender]
+    async def _average(self, number: int) -> None:
+        arrived = self._arrived[number]
+        seed = rounding_seed(self._group, self._me, number)
+        average = await self._threads.run(self._mean, number, arrived, seed)
+        self._averages[number] = average, len(self._parts)
+        arrived.clear()
+        self._has_average()
 
-        async def parts() -> AsyncIterator[Any]:
-            for part in range(len(self._lengths)):
-                await self._changed.wait_for(partial(arrived.__contains__, part))
-                yield arrived.pop(part)
+    def _mean(self, number: int, arrived: Mapping[str, torch.Tensor], seed: int) -> memoryview:
+        """Replace this peer's part by the average, as others read it. Returns what they get; in a worker thread."""
+        part = self._own[number]
+        # In the members' order, whoever's part came first: the last digits of a sum depend on it.
+        parts = [part if peer == self._me else arrived[peer] for peer in self._weights]
+        mean = mean_of_parts(parts, list(self._weights.values()), self._total)
+        encoded = encode_part(mean, self._codec, seed, self._leftover_of(self._me, number), self._total)
+        part.copy_(mean if self._codec.is_exact else decode_part(encoded, self._codec, len(part)))
+        return bytes_of(encoded)
 
-        context = SimpleNamespace(remote_id=PeerID.from_base58(sender))
-        async with aclosing(self._runner.rpc_aggregate_part(parts(), context)) as replies:
-            async for reply in replies:
-                if reply.code != averaging_pb2.AVERAGED_PART:
-                    self.fail(f"{sender} sent no part for too long", sender)
-                    return
-                self._done[sender] += 1
-                self._changed.notify()
+    def _leftover_of(self, member: str, number: int) -> torch.Tensor | None:
+        """Where to note what is lost of a part that a member averages."""
+        return None if self._leftovers is None else self._leftovers[member][number]
 
-    async def exchange(self, member: str, parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:
-        """Send parts to the member that averages them. Yields its averages in their order, as hivemind's messages."""
-        replies: deque[tuple[asyncio.Task[Any], float, int]] = deque()  # when each was sent, and as which one under way
-        number, room = 0, FEWEST_IN_FLIGHT
-        async with aclosing(parts):
-            async for part in parts:
-                if self._over:
-                    return
-                task = self._start(self._send_part(member, number, part))
-                replies.append((task, anyio.current_time(), len(replies) + 1))
-                number += 1
-                while len(replies) >= room:
-                    reply, sent_s, in_flight = replies.popleft()
-                    yield await reply
-                    room = parts_to_send(in_flight, anyio.current_time() - sent_s)
-        while replies:
-            yield await replies.popleft()[0]
+    async def _exchange(self, member: str) -> None:
+        """Send parts to the member that averages them, as many at a time as its link carries."""
+        under_way: deque[tuple[anyio.Event, float, int]] = deque()  # when each was sent, and as which one under way
+        room = FEWEST_IN_FLIGHT
+        async with anyio.create_task_group() as tasks:
+            for number, part in enumerate(self._parts[member]):
+                while len(under_way) >= room:
+                    room = await self._returned(member, *under_way.popleft())
+                under_way.append((self._start(tasks, member, number, part), anyio.current_time(), len(under_way) + 1))
+            while under_way:
+                await self._returned(member, *under_way.popleft())
 
-    async def _send_part(self, member: str, number: int, part: torch.Tensor) -> Any:
+    async def _returned(self, member: str, is_back: anyio.Event, sent_s: float, in_flight: int) -> int:
+        """Wait for an average. Returns how many parts may be on their way to its member."""
+        with anyio.move_on_after(2 * self._timeout_s) as in_time:
+            await is_back.wait()
+        if in_time.cancelled_caught:
+            self.fail(f"{member} has not averaged its parts in time", member)
+        return parts_to_send(in_flight, anyio.current_time() - sent_s)
+
+    def _start(self, tasks: TaskGroup, member: str, number: int, part: torch.Tensor) -> anyio.Event:
+        is_back = anyio.Event()
+        tasks.start_soon(self._send_part, member, number, part, is_back)
+        return is_back
+
+    async def _send_part(self, member: str, number: int, part: torch.Tensor, is_back: anyio.Event) -> None:
+        """Replace a part by its average, which its member makes."""
+        seed = rounding_seed(self._group, self._me, member, number)
+        encoded = await self._threads.run(encode_part, part, self._codec, seed, self._leftover_of(member, number))
         try:
-            seed = rounding_seed(self._group, self._me, member, number)
-            data = await self._threads.run(_encode, part, self._codec, seed)
-            data = await self._send(member, self._group, number, data)
-            return await self._threads.run(_decode, data, len(part), self._codec)
+            data = await self._send(member, self._group, number, bytes_of(encoded))
+            await self._threads.run(_decode_into, data, part, self._codec)
         except CallError as error:
             self.fail(f"{member}: {error}", member)
-            # hivemind would lose an exception. It takes this message for the end of the member's averages.
-            return averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
+            return
+        is_back.set()
+        self._has_average()
 
-    async def _close(self) -> None:
-        """End all tasks, and free what hivemind holds."""
-        self._over = True
+    def _has_average(self) -> None:
+        self._num_left -= 1
         self._changed.notify()
-        for task in self._tasks:
-            task.cancel()
-        _, left = await asyncio.wait(self._tasks, timeout=CLEANUP_S)
-        if left:
-            log.warning("averaging_tasks_left tasks=%d seconds=%.0f", len(left), CLEANUP_S)
-        runner_future = self._runner._future
-        if runner_future.done() and not runner_future.cancelled():
-            runner_future.exception()  # taken, or asyncio complains
-        # hivemind's runner, its exceptions and the frames in their tracebacks hold each other until Python collects
-        # garbage, minutes later. So that they do not hold gradients as well, the runner is emptied.
-        self._runner.__dict__.clear()
-        self._tasks.clear()
-        self._arrived.clear()
 
 
 def parts_to_send(in_flight: int, seconds: float) -> int:
@@ -254,135 +254,12 @@ def parts_to_send(in_flight: int, seconds: float) -> int:
     return max(FEWEST_IN_FLIGHT, min(MOST_IN_FLIGHT, int(in_flight * QUEUE_S / max(seconds, 1e-3))))
 
 
-async def _replace_by_averages(views: Sequence[torch.Tensor], runner: _ExactAllReduce) -> None:
-    remaining = iter(views)
-    async with aclosing(runner.run()) as averages:
-        async for average in averages:
-            next(remaining).copy_(average)
+def _by_member(members: Collection[str], values: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The parts that each member averages; the members are in order."""
+    return dict(zip(members, shares_of(values, len(members)), strict=True))
 
 
-def part_values(num_values: int, num_members: int) -> int:
-    """How many of `num_values` values make a part, among so many members; the last part of a member may be shorter."""
-    return min(MAX_PART_VALUES, MAX_VALUES_AT_ONCE // num_members, -(-num_values // num_members))
-
-
-class _ExactAllReduce(AllReduceRunner):
-    """hivemind's runner, which gives averages rather than differences, and reaches members through an AllReduce.
-
-    If a member does not average its parts in time, hivemind leaves them as they were. Here that fails the round.
-    """
-
-    def __init__(
-        self,
-        exchange: Callable[[str, AsyncGenerator[Any, None]], AsyncIterator[Any]],
-        fail: Callable[[str, str], None],
-        **kwargs: Any,
-    ):
-        super().__init__(**kwargs)
-        self._exchange = exchange
-        container = self.tensor_part_container
-        container.return_deltas = False
-        register = container.register_failed_reducer
-
-        def register_failed_reducer(peer_index: int) -> None:
-            register(peer_index)
-            if container.failed_size:
-                member = self.ordered_peer_ids[peer_index].to_base58()
-                fail(f"{member} has not averaged its parts in time", member)
-
-        container.register_failed_reducer = register_failed_reducer
-
-    def _get_peer_stub(self, peer: Any) -> Any:
-        async def rpc_aggregate_part(parts: AsyncGenerator[torch.Tensor, None]) -> AsyncIterator[Any]:
-            return self._exchange(peer.to_base58(), parts)
-
-        return SimpleNamespace(rpc_aggregate_part=rpc_aggregate_part)
-
-    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[torch.Tensor]:
-        container = self.tensor_part_container
-        # A round that was given up has no parts any more.
-        for part in () if container.finished.is_set() else container.get_raw_input_parts(peer_index):
-            yield part
-
-
-class _Average:
-    """A part's average, which stays the same when hivemind subtracts the local part from it.
-
-    hivemind works with the difference `average - local`. Each member would round `local + (average - local)`
-    differently, so their weights would drift apart.
-    """
-
-    def __init__(self, average: torch.Tensor):
-        self._average = average
-
-    def __sub__(self, local: torch.Tensor) -> torch.Tensor:
-        return self._average
-
-
-class _ExactReducer(TensorPartReducer):
-    """Averages the parts that fall to this member, which takes the averages as the others get them."""
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        num_members: int,
-        own_index: int,
-        codec: Codec,
-        threads: Threads,
-        names: tuple[bytes, str],
-    ):
-        """Make a reducer.
-
-        Args:
-            names: of this averaging round and of this member, by which averages are rounded
-        """
-        super().__init__([torch.Size((length,)) for length in lengths], num_members)
-        self._names = names
-        self._own_index = own_index
-        self._codec = codec
-        self._threads = threads
-        self._encoded: dict[int, asyncio.Future[tuple[memoryview, torch.Tensor]]] = {}
-        self._to_take = [num_members - 1] * len(lengths)
-        self._added = Condition()
-
-    async def take(self, part: int) -> memoryview:
-        """The average of a part that has been averaged, as it travels. Once for each other member."""
-        encoded, _ = await self._encoded[part]
-        self._to_take[part] -= 1
-        if not self._to_take[part]:
-            del self._encoded[part]
-        return encoded
-
-    async def accumulate_part(self, sender_index: int, part_index: int, *args: Any, **kwargs: Any) -> _Average:
-        # In the members' order, whoever's part came first: the last digits of a sum depend on it.
-        turn = (part_index, sender_index)
-        await self._added.wait_for(lambda: (self.current_part_index, self.current_part_accumulated_from) == turn)
-        average = await super().accumulate_part(sender_index, part_index, *args, **kwargs)
-        if part_index not in self._encoded:
-            self._encoded[part_index] = asyncio.ensure_future(self._encode(part_index, average))
-        _, received = await self._encoded[part_index]
-        # The others get theirs from `take`: it is encoded once for all of them.
-        return _Average(received if sender_index == self._own_index else torch.empty(0))
-
-    def check_current_part_finished(self) -> None:
-        super().check_current_part_finished()
-        self._added.notify()
-
-    async def _encode(self, part: int, average: torch.Tensor) -> tuple[memoryview, torch.Tensor]:
-        """An average as it travels, and as the others read it."""
-        seed = rounding_seed(*self._names, part)
-        encoded = await self._threads.run(_encode, average, self._codec, seed)
-        if self._codec.is_exact:
-            return encoded, average
-        return encoded, await self._threads.run(_decode_values, encoded, len(average), self._codec)
-
-
-def _encode(values: torch.Tensor, codec: Codec, seed: int) -> memoryview:
-    """A part or an average as it travels; in a worker thread."""
-    return encode(values if codec.scale == 1.0 else values * codec.scale, codec.name, seed)
-
-
-def _decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
+def decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
     """Decode a part or an average to what its receiver computes with; in a worker thread.
 
     Raises:
@@ -392,14 +269,5 @@ def _decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
     return values if codec.scale == 1.0 else values / codec.scale
 
 
-def _decode(data: memoryview, length: int, codec: Codec, weight: float = 0.0, group: bytes = b"") -> Any:
-    """hivemind's message with a part that has come, or without a group with an average; in a worker thread.
-
-    Raises:
-        InvalidMessage: the data do not fit
-    """
-    values = _decode_values(data, length, codec)
-    code = averaging_pb2.PART_FOR_AVERAGING if group else averaging_pb2.AVERAGED_PART
-    none = runtime_pb2.CompressionType.NONE
-    tensor = runtime_pb2.Tensor(compression=none, buffer=bytes(bytes_of(values)), size=[length], dtype="float32")
-    return averaging_pb2.AveragingData(code=code, group_id=group, tensor_part=tensor, weight=weight)
+def _decode_into(data: memoryview, values: torch.Tensor, codec: Codec) -> None:
+    values.copy_(decode_values(data, len(values), codec))

@@ -1,4 +1,4 @@
-"""Averaging among stage-mates: rounds of hivemind's all-reduce, whose parts travel as calls.
+"""Averaging among stage-mates: rounds of an all-reduce whose parts travel as calls.
 
 Must not know whether the members held the same weights and got the same averages: the protocol checks that.
 """
@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 import anyio
 import torch
 
+from swarm_peer.codecs.feedback import Try
 from swarm_peer.errors import InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.transport import Handler, Reply, Transport
-from swarm_peer.runtime.step.all_reduce import AllReduce
+from swarm_peer.runtime.step.all_reduce import AllReduce, Brought
+from swarm_peer.runtime.step.hivemind_all_reduce import HivemindAllReduce
 from swarm_peer.wire.messages import AveragePartCall, Body
 
 # Members begin within milliseconds of each other, but a busy machine may take longer.
@@ -35,7 +37,11 @@ class AveragingFailed(Exception):
 
 
 class GradientAverager:
-    """Averages one stage's gradients with its stage-mates. Belongs to the event loop's thread."""
+    """Averages one stage's gradients with its stage-mates. Belongs to the event loop's thread.
+
+    Attributes:
+        num_values: of all gradients together
+    """
 
     def __init__(self, *, context: PeerContext, stage: int, shapes: Sequence[torch.Size], transport: Transport):
         """Make an averager that is in no averaging round.
@@ -51,8 +57,10 @@ class GradientAverager:
         self._stage = stage
         self._transport = transport
         self._shapes = list(shapes)
-        self._values = torch.zeros(sum(shape.numel() for shape in shapes))
-        self._rounds: dict[bytes, AllReduce] = {}  # those under way, by group: one, but for a moment
+        self.num_values = sum(shape.numel() for shape in shapes)
+        self._values = torch.zeros(self.num_values)
+        # Those under way, by group: one, but for a moment.
+        self._rounds: dict[bytes, AllReduce | HivemindAllReduce] = {}
         self._changed = Condition()
 
     @property
@@ -61,13 +69,18 @@ class GradientAverager:
         return {AveragePartCall: self.handle_part}
 
     async def average(
-        self, name: str, gradients: Sequence[torch.Tensor], shares: Mapping[str, int]
+        self,
+        name: str,
+        gradients: Sequence[torch.Tensor],
+        shares: Mapping[str, int],
+        feedback: Try | None = None,
     ) -> list[torch.Tensor]:
         """Run one averaging round. It fails unless all members give the same name and shares.
 
         Args:
             gradients: CPU, fp32; not changed
             shares: for each member, this peer among them, what its gradients weigh; some may be 0
+            feedback: what is added to the gradients, and where to note what is left over; None where all is sent
 
         Returns:
             the weighted means, or plain means if all shares are 0; valid until the next averaging round
@@ -75,7 +88,7 @@ class GradientAverager:
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
-        if len(shares) == 1:
+        if len(shares) == 1 and feedback is None:
             self._metrics.averaging_rounds.labels("alone").inc()
             return list(gradients)
         began_s = self._clock.monotonic_s()
@@ -83,11 +96,13 @@ class GradientAverager:
         group = hashlib.sha256(named.encode()).digest()
         averages = self._views_of(self._values)
         await self._threads.run(_fill, averages, gradients)
-        averaging_round = AllReduce(
+        brought = await self._brought(shares, feedback)
+        is_streamed = feedback is not None or self._section.all_reduce == "streamed"
+        make = AllReduce if is_streamed else HivemindAllReduce
+        averaging_round = make(
             group=group,
-            shares=shares,
-            values=self._values,
-            section=self._section,
+            brought=brought,
+            timeout_s=self._section.chunk_timeout_s,
             threads=self._threads,
             me=self._transport.peer_id,
             send=self._send,
@@ -104,6 +119,20 @@ class GradientAverager:
         self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - began_s)
         self._metrics.averaging_rounds.labels("done").inc()
         return averages
+
+    async def _brought(self, shares: Mapping[str, int], feedback: Try | None) -> Brought:
+        """The values of this member, once its gradients are in the averager's memory."""
+        total = sum(shares.values())
+        codec = self._section.compression if feedback is None else feedback.codec
+        if feedback is not None and total:
+            await self._threads.run(feedback.bring, self._values, shares[self._transport.peer_id])
+            ones = dict.fromkeys(shares, 1.0)
+            return Brought(values=self._values, weights=ones, total=total, codec=codec, leftover=feedback.after)
+        if feedback is not None:
+            feedback.keep()
+        # With no samples at all, the mean of the zeros that everybody brings is as good as any.
+        weights = {peer: float(share) if total else 1.0 for peer, share in shares.items()}
+        return Brought(values=self._values, weights=weights, total=total or len(shares), codec=codec)
 
     def _views_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(values, [shape.numel() for shape in self._shapes])

@@ -24,7 +24,7 @@ from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.network.agreement import Agreement
-from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, SeatWeights, Sources, Workplace
+from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, CutResults, SeatWeights, Sources, Workplace
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,6 @@ KEPT_UPDATES, MOST_KEPT_UPDATES = 4, KEPT_ENTRIES
 # Of small updates, as many more as fit: rounds may be quicker than the download of a state.
 SMALL_BYTES = 2**26
 KEPT_LEDGERS = 4
-# Results of cuts of which none is an entry yet. Of one round there may be many, and the newest becomes the entry: but
-# for the one before it, if members had agreed on that.
-KEPT_RESULTS = 2
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
 # A seat gives its place up if nobody has given it the state that it lacks for so long: all that had it may be gone, and
@@ -91,8 +88,7 @@ class RoundDriver:
         self._lost = lost
         self._tasks: TaskGroup | None = None
         self._averaging: _Averaging | None = None
-        # Of cuts, by their hashes, with their rounds: one of them becomes an entry.
-        self._results: dict[str, tuple[int, list[Tensor]]] = {}
+        self._results = CutResults()
         # The entry that the weights embody, and the restart that it is of. Where updates are delayed, a round goes on
         # with the weights that it began with, while the core has come further.
         self._weights: tuple[Restart | None, str] = (None, "")
@@ -217,7 +213,8 @@ class RoundDriver:
         restart = member.log.restart
         self._shut()
         await self._workplace.discard()
-        self._results.clear()
+        self._results.forget()
+        self._averager.begin(restart)
         self.updates.clear()
         # Those of guests that it has been given since it has this place, or since the run has gone back, stay.
         self.gradients.keep(member.work.guests)
@@ -241,6 +238,7 @@ class RoundDriver:
         member = self._member()
         self._shut()
         log = member.log
+        self._averager.begin(log.restart)
         for name in self.gradients.names:
             if name.seat == member.me:
                 self.gradients.drop(name)
@@ -282,9 +280,10 @@ class RoundDriver:
         for entry in (committed.entry for committed in member.log.committed):
             if not entry.cut.averages:
                 self.updates.setdefault(entry.hash, [])
-            elif entry.cut.hash in self._results:
-                self.updates[entry.hash] = self._results.pop(entry.cut.hash)[1]
-        self._results = {cut: each for cut, each in self._results.items() if each[0] >= member.log.next_round}
+            elif (averages := self._results.take(entry.cut)) is not None:
+                self.updates[entry.hash] = averages
+            self._averager.settle(entry.cut)
+        self._results.forget(before=member.log.next_round)
 
     def _note_ledger(self, member: Member) -> None:
         """Keep the ledger as it is after this entry: it goes with the weights, which may come to the entry later."""
@@ -429,6 +428,7 @@ class RoundDriver:
                     await self._empty(member, present)
                     await self._hold(member, number)
             self._lost(member.work.lost)  # what is given later on is not
+            self._averager.begin(member.log.restart)  # what averages have left over is not handed over
             held = member.to_hand_over()
             for contribution in held:
                 if contribution.name.seat == member.me and contribution.name not in self.gradients.names:
@@ -452,6 +452,7 @@ class RoundDriver:
             return
         if not await self._sources.adopt(cut.root):
             raise NotServing("most stage-mates have weights that are far from this peer's")
+        self._averager.begin(member.log.restart)
         for number in later:
             if number in member.work.open:
                 member.work.void(number)
@@ -484,9 +485,7 @@ class RoundDriver:
                 log.warning("average_failed round=%d attempt=%d reason=%s", cut.round, cut.attempt, error)
                 member.failed(cut, error.blamed)
             else:
-                self._results[cut.hash] = cut.round, averages
-                while len(self._results) > KEPT_RESULTS:
-                    del self._results[next(iter(self._results))]
+                self._results.put(cut, averages)
                 member.averaged(cut, digest)
             if self._averaging is averaging:
                 self._averaging = None
