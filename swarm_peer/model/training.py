@@ -136,6 +136,8 @@ class StageTrainer:
         elif not hollow:
             source = self._source or ModelSource(model.pretrained, self._cache_dir)
             load_pretrained(module, module.family, source, keeper(model.base, module.family.layers))
+        if not hollow:
+            module.boundary.draw(self.manifest.seed)
         if model.adapter is not None:
             add_adapters(module, model.adapter)
             if hollow:
@@ -431,11 +433,12 @@ class StageTrainer:
 
     def _prepare(
         self, tokens_BS: Tensor, hidden_BTD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The inputs of the module, its targets, which of these count, and positions; checked, on its device."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The inputs of the module, its targets, which of these count, positions, and tokens; checked, on its device."""
         assert (hidden_BTD is None) == self.spec.is_first, "hidden states come from the stage before, if there is one"
-        config = self.module.config
-        check_tokens(tokens_BS, config, self.spec, has_marks=self._has_marks)
+        reads_tokens = self.module.boundary.reads_tokens
+        looks_up = self.spec.is_first or self.spec.is_last or reads_tokens
+        check_tokens(tokens_BS, self.module.config, looks_up=looks_up, has_marks=self._has_marks)
         targets_BT = learnt_BT = positions_BT = None
         if self._has_marks:
             learnt_BT = are_learnt(tokens_BS[:, 1:]).to(self.device) if self.spec.is_last else None
@@ -444,11 +447,13 @@ class StageTrainer:
             tokens_BS = ids_of(tokens_BS)
         if self.spec.is_last:
             targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
+        tokens_BT = tokens_BS[:, :-1].to(self.device, torch.int64) if self.spec.is_first or reads_tokens else None
         if hidden_BTD is None:
-            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT, learnt_BT, positions_BT
-        check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
+            assert tokens_BT is not None
+            return tokens_BT, targets_BT, learnt_BT, positions_BT, None
+        check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, self.resolved.boundary_width), "hidden state")
         check_hidden(hidden_BTD, MAX_HIDDEN)
-        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT, learnt_BT, positions_BT
+        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT, learnt_BT, positions_BT, tokens_BT
 
 
 def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:
