@@ -1,0 +1,98 @@
+"""What do boundaries of few values cost in loss? The demo model in reference processes, at equal parameters.
+
+Trainings of one seed read the same samples, with the same settings but for the boundary and the width of the MLPs
+within: a model that writes less of the residual stream has fewer parameters, and one with maxout more, so its MLPs are
+as much wider or narrower as makes up for that. All are trained for `--steps`, and all but the one with whole hidden
+states for `--share` of them as well, with a schedule that is as much longer. A boundary has cost no more steps than that
+if its last loss then is not above the other's.
+
+Every training is a line of `--results`; those that are there already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+import torch
+from muon import ADAMW, CONFIG, Training, Trainings, add_common_options, text_settings
+from wan_report import provenance
+
+from coordinator.config_files import load_manifest
+from coordinator.run.resolving import resolve_manifest
+
+# What each arm has pass, of a hidden size of D: values that are written, or values of which the largest passes.
+NONE, MAXOUT = "none", "maxout-"
+RANKS: Mapping[str, int] = {"d/2": 2, "d/4": 4, "d/8": 8}
+EIGHT_BIT = ("wire.activations=blockwise_8bit", "wire.gradients=blockwise_8bit")
+ARMS = [NONE, *(f"{rank}{codec}" for rank in RANKS for codec in ("", " 8 bit")), f"{MAXOUT}2", f"{NONE} 8 bit"]
+# MLPs are a multiple of so many values wide.
+STEP = 4
+
+
+def num_trained(settings: Sequence[str]) -> int:
+    """How many values the demo with these settings trains."""
+    resolved = resolve_manifest(load_manifest(CONFIG, settings))
+    return sum(resolved.num_trained(spec) for spec in resolved.specs)
+
+
+def settings_of(arm: str, common: Sequence[str]) -> tuple[str, ...]:
+    """The settings of an arm, with MLPs of a width at which it trains as many values as the one without a boundary."""
+    name, _, codec = arm.partition(" ")
+    settings = (*common, *(EIGHT_BIT if codec else ()))
+    if name == NONE:
+        return settings
+    hidden_size = resolve_manifest(load_manifest(CONFIG, common)).hidden_size
+    is_maxout = name.startswith(MAXOUT)
+    number = int(name.removeprefix(MAXOUT)) if is_maxout else hidden_size // RANKS[name]
+    settings = (*settings, f"model.boundary={{{'maxout' if is_maxout else 'rank'}: {number}}}")
+    low, high = (num_trained((*settings, f"model.config.n_inner={width}")) for width in (STEP, 2 * STEP))
+    width = STEP * (1 + round((num_trained(common) - low) / (high - low)))
+    return (*settings, f"model.config.n_inner={width}")
+
+
+def compare(options: argparse.Namespace) -> Iterator[str]:
+    """Train, and give the lines of a report in Markdown."""
+    common, longer = (*text_settings(options), *options.settings), round(options.share * options.steps)
+    arms = {arm: settings_of(arm, common) for arm in dict.fromkeys((NONE, *options.arms))}
+    trainings = {arm: Trainings(options.results, settings) for arm, settings in arms.items()}
+    yield "| boundary | trained | MLP | " + " | ".join(
+        f"seed {seed}: {options.steps} steps | {longer} steps" for seed in options.seeds
+    ) + f" | mean, {options.steps} | mean, {longer} |"
+    yield "|---" * (5 + 2 * len(options.seeds)) + "|"
+    for arm, settings in arms.items():
+        cells, differences = [], []
+        for seed in options.seeds:
+            reference = trainings[NONE].loss(Training(ADAMW, options.rate, seed, options.steps))
+            for steps in (options.steps, longer):
+                is_left_out = steps == longer and (arm == NONE or options.only_equal)
+                loss = None if is_left_out else trainings[arm].loss(Training(ADAMW, options.rate, seed, steps))
+                cells.append("" if loss is None else f"{loss:.4f}")
+                differences.append(None if loss is None else loss / reference - 1)
+        means = (
+            "" if None in column else f"{fmean(column):+.2%}" for column in (differences[0::2], differences[1::2])
+        )
+        wide = [setting.partition("=")[2] for setting in settings if setting.startswith("model.config.n_inner=")]
+        yield f"| {arm} | {num_trained(settings):,} | {' '.join(wide[-1:])} | {' | '.join((*cells, *means))} |"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != f"{NONE} 8 bit"])
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--share", type=float, default=1.05, help="of the steps that others may need")
+    parser.add_argument("--only-equal", action="store_true", help="train for as many steps only")
+    add_common_options(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{provenance()}\n")
+    for line in compare(options):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
