@@ -1,10 +1,10 @@
 """What do boundaries of few values cost in loss? The demo model in reference processes, at equal parameters.
 
-Trainings of one seed read the same samples, with the same settings but for the boundary and the width of the MLPs
-within: a model that writes less of the residual stream has fewer parameters, and one with maxout more, so its MLPs are
-as much wider or narrower as makes up for that. All are trained for `--steps`, and all but the one with whole hidden
-states for `--share` of them as well, with a schedule that is as much longer. A boundary has cost no more steps than that
-if its last loss then is not above the other's.
+Trainings of one seed read the same samples, with the same settings but for the boundary and the width of the MLPs: a
+model that writes less of the residual stream has fewer parameters, and one with maxout more, so its MLPs are as much
+wider or narrower. All are trained for `--steps`, and all but the one with whole hidden states for `--share` of them as
+well, with a schedule that is as much longer. A boundary has cost no more steps than that if its last loss then is not
+above the other's.
 
 Every training is a line of `--results`; those that are there already are not repeated.
 """
@@ -12,7 +12,7 @@ Every training is a line of `--results`; those that are there already are not re
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 import torch
@@ -31,13 +31,13 @@ ARMS = [NONE, *(f"{rank}{codec}" for rank in RANKS for codec in ("", " 8 bit")),
 STEP = 4
 
 
-def num_trained(settings: Sequence[str]) -> int:
+def num_trained(settings: tuple[str, ...]) -> int:
     """How many values the demo with these settings trains."""
     resolved = resolve_manifest(load_manifest(CONFIG, settings))
     return sum(resolved.num_trained(spec) for spec in resolved.specs)
 
 
-def settings_of(arm: str, common: Sequence[str]) -> tuple[str, ...]:
+def settings_of(arm: str, common: tuple[str, ...]) -> tuple[str, ...]:
     """The settings of an arm, with MLPs of a width at which it trains as many values as the one without a boundary."""
     name, _, codec = arm.partition(" ")
     settings = (*common, *(EIGHT_BIT if codec else ()))
@@ -57,24 +57,17 @@ def compare(options: argparse.Namespace) -> Iterator[str]:
     common, longer = (*text_settings(options), *options.settings), round(options.share * options.steps)
     arms = {arm: settings_of(arm, common) for arm in dict.fromkeys((NONE, *options.arms))}
     trainings = {arm: Trainings(options.results, settings) for arm, settings in arms.items()}
-    yield "| boundary | trained | MLP | " + " | ".join(
-        f"seed {seed}: {options.steps} steps | {longer} steps" for seed in options.seeds
-    ) + f" | mean, {options.steps} | mean, {longer} |"
-    yield "|---" * (5 + 2 * len(options.seeds)) + "|"
+    yield f"| boundary | parameters | steps | {' | '.join(f'seed {seed}' for seed in options.seeds)} | mean difference |"
+    yield "|---" * (4 + len(options.seeds)) + "|"
     for arm, settings in arms.items():
-        cells, differences = [], []
-        for seed in options.seeds:
-            reference = trainings[NONE].loss(Training(ADAMW, options.rate, seed, options.steps))
-            for steps in (options.steps, longer):
-                is_left_out = steps == longer and (arm == NONE or options.only_equal)
-                loss = None if is_left_out else trainings[arm].loss(Training(ADAMW, options.rate, seed, steps))
-                cells.append("" if loss is None else f"{loss:.4f}")
-                differences.append(None if loss is None else loss / reference - 1)
-        means = (
-            "" if None in column else f"{fmean(column):+.2%}" for column in (differences[0::2], differences[1::2])
-        )
-        wide = [setting.partition("=")[2] for setting in settings if setting.startswith("model.config.n_inner=")]
-        yield f"| {arm} | {num_trained(settings):,} | {' '.join(wide[-1:])} | {' | '.join((*cells, *means))} |"
+        for steps in [options.steps] if arm == NONE or options.only_equal else [options.steps, longer]:
+            losses, differences = [], []
+            for seed in options.seeds:
+                reference = trainings[NONE].loss(Training(ADAMW, options.rate, seed, options.steps))
+                losses.append(trainings[arm].loss(Training(ADAMW, options.rate, seed, steps)))
+                differences.append(losses[-1] / reference - 1)
+            cells = " | ".join(f"{loss:.4f}" for loss in losses)
+            yield f"| {arm} | {num_trained(settings):,} | {steps} | {cells} | {fmean(differences):+.2%} |"
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from coordinator.dashboard.place import parse_place
 from coordinator.run.coordinator_options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.promises import Promises
+from coordinator.watch.what_is_trained import what_is_saved
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -145,6 +146,8 @@ def local(
     place = None if dashboard is None else parse_place(dashboard)
     resolved = load_and_resolve(config, set_, cache_dir, steps)
     manifest = resolved.manifest
+    if sample and not manifest.model.is_plain:
+        raise UserError(f"--sample {sample}: it takes a Hugging Face model, and model.boundary.maxout makes none")
     output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from coordinator.run.local import check_counts, run_local
@@ -199,7 +202,7 @@ def _print_result(service: RunService, num_tokens: int, asking: Asking | None, c
         print(f"\nThe model writes:\n{without_controls(written)}\n")
     if asking is not None:
         asking.compare(service.model_folder)
-    print(f"Hugging Face checkpoint: {service.model_folder}")
+    print(f"{what_is_saved(service.manifest.model)}: {service.model_folder}")
 
 
 def _write_report(output: Path, promises: Promises) -> None:

@@ -115,7 +115,7 @@ class Maxout(Boundary):
     def leave(self, hidden_BTD: Tensor) -> Tensor:
         """The largest values of all groups."""
         mixed_BTD: Tensor = self.send[str(self._spec.end_layer)](hidden_BTD)
-        return mixed_BTD.float().unflatten(-1, (-1, self._group)).amax(dim=-1)
+        return mixed_BTD.float().view(*mixed_BTD.shape[:-1], -1, self._group).amax(dim=-1)
 
 
 def make_boundary(section: BoundarySection | None, family: Family, spec: StageSpec) -> Boundary:
