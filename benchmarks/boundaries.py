@@ -57,7 +57,7 @@ def compare(options: argparse.Namespace) -> Iterator[str]:
     common, longer = (*text_settings(options), *options.settings), round(options.share * options.steps)
     arms = {arm: settings_of(arm, common) for arm in dict.fromkeys((NONE, *options.arms))}
     trainings = {arm: Trainings(options.results, settings) for arm, settings in arms.items()}
-    yield f"| boundary | parameters | steps | {' | '.join(f'seed {seed}' for seed in options.seeds)} | mean difference |"
+    yield f"| boundary | values | steps | {' | '.join(f'seed {seed}' for seed in options.seeds)} | mean difference |"
     yield "|---" * (4 + len(options.seeds)) + "|"
     for arm, settings in arms.items():
         for steps in [options.steps] if arm == NONE or options.only_equal else [options.steps, longer]:
