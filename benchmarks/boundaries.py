@@ -23,10 +23,10 @@ from coordinator.config_files import load_manifest
 from coordinator.run.resolving import resolve_manifest
 
 # What each arm has pass, of a hidden size of D: values that are written, or values of which the largest passes.
-NONE, MAXOUT = "none", "maxout-"
+NONE, MAXOUT, IN_8_BIT = "none", "maxout-", "-8bit"
 RANKS: Mapping[str, int] = {"d/2": 2, "d/4": 4, "d/8": 8}
 EIGHT_BIT = ("wire.activations=blockwise_8bit", "wire.gradients=blockwise_8bit")
-ARMS = [NONE, *(f"{rank}{codec}" for rank in RANKS for codec in ("", " 8 bit")), f"{MAXOUT}2", f"{NONE} 8 bit"]
+ARMS = [f"{name}{codec}" for codec in ("", IN_8_BIT) for name in (NONE, *RANKS, f"{MAXOUT}2", f"{MAXOUT}4")]
 # MLPs are a multiple of so many values wide.
 STEP = 4
 
@@ -39,8 +39,8 @@ def num_trained(settings: tuple[str, ...]) -> int:
 
 def settings_of(arm: str, common: tuple[str, ...]) -> tuple[str, ...]:
     """The settings of an arm, with MLPs of a width at which it trains as many values as the one without a boundary."""
-    name, _, codec = arm.partition(" ")
-    settings = (*common, *(EIGHT_BIT if codec else ()))
+    name = arm.removesuffix(IN_8_BIT)
+    settings = common if name == arm else (*common, *EIGHT_BIT)
     if name == NONE:
         return settings
     hidden_size = resolve_manifest(load_manifest(CONFIG, common)).hidden_size
@@ -73,7 +73,7 @@ def compare(options: argparse.Namespace) -> Iterator[str]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[arm for arm in ARMS if arm != f"{NONE} 8 bit"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*RANKS, f"{MAXOUT}2"])
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--steps", type=int, default=300)
