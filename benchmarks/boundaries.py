@@ -22,7 +22,7 @@ from wan_report import provenance
 from coordinator.config_files import load_manifest
 from coordinator.run.resolving import resolve_manifest
 
-# What each arm has pass, of a hidden size of D: values that are written, or values of which the largest passes.
+# Ranks are a part of the hidden size. Maxout's name ends with how many values it takes the largest of.
 NONE, MAXOUT, IN_8_BIT = "none", "maxout-", "-8bit"
 RANKS: Mapping[str, int] = {"d/2": 2, "d/4": 4, "d/8": 8}
 EIGHT_BIT = ("wire.activations=blockwise_8bit", "wire.gradients=blockwise_8bit")

@@ -60,7 +60,7 @@ class AdapterSection(Section):
 
 
 class BoundarySection(Section):
-    """What passes the boundaries between stages, where it shall be less than whole hidden states."""
+    """How stages send each other less than whole hidden states."""
 
     rank: int | None = Field(None, ge=1)
     """layers of all stages but the last write so many values of the residual stream, which alone travel; gpt2 and llama

@@ -146,8 +146,6 @@ def local(
     place = None if dashboard is None else parse_place(dashboard)
     resolved = load_and_resolve(config, set_, cache_dir, steps)
     manifest = resolved.manifest
-    if sample and not manifest.model.is_plain:
-        raise UserError(f"--sample {sample}: it takes a Hugging Face model, and model.boundary.maxout makes none")
     output = output or Path("runs") / f"{manifest.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     from coordinator.run.local import check_counts, run_local
@@ -164,16 +162,20 @@ def local(
     options.check_divergence()
     counts = check_counts(manifest, peers_by_stage or [2] * manifest.stages.count)
     check_local_peers(resolved, counts, devices)
-    asking = _asked_before(resolved, ask, cache_dir)
+    asking = _asked_before(resolved, ask, sample, cache_dir)
     with options.promises.told_at_end():
         service = run_local(manifest, counts, devices, options, log_to, restart=restart)
         _print_result(service, sample, asking, cache_dir)
         _write_report(output, options.promises)
 
 
-def _asked_before(resolved: ResolvedManifest, questions: Path | None, cache_dir: Path | None) -> Asking | None:
+def _asked_before(
+    resolved: ResolvedManifest, questions: Path | None, num_tokens: int, cache_dir: Path | None
+) -> Asking | None:
     from coordinator.commands.asking import Asking
 
+    if num_tokens and not resolved.manifest.model.is_plain:
+        raise UserError(f"--sample {num_tokens}: a Hugging Face model writes it, and model.boundary.maxout makes none")
     return None if questions is None else Asking(resolved, questions, cache_dir)
 
 

@@ -1,4 +1,4 @@
-"""What passes the boundaries between stages, where it is not whole hidden states.
+"""How a stage makes hidden states of what the stage before it sends, and what it sends of its own.
 
 Shapes: B samples, T tokens, D hidden size, W values of a token that pass, V vocabulary.
 """
@@ -17,7 +17,7 @@ from swarm_peer.model.families import Family
 from swarm_peer.model.parameters import seeded
 from swarm_peer.model.partition import StageSpec, boundary_width
 
-# What a token's frozen values are kept in: they are drawn in it, so nothing is rounded later.
+# Of tokens' frozen values. They are drawn in it, so nothing is rounded later.
 TABLE_DTYPE = torch.bfloat16
 
 
@@ -39,7 +39,7 @@ class Boundary(nn.Module):
         return passed_BTW
 
     def leave(self, hidden_BTD: Tensor) -> Tensor:
-        """What passes of the hidden states, passed_BTW."""
+        """The values passed_BTW that the next stage gets."""
         return hidden_BTD
 
     def draw(self, seed: int) -> None:

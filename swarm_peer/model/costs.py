@@ -168,7 +168,8 @@ class _Stage:
         if self.boundary is None:
             return 0.0 if self.spec.is_last else passed
         has_maxout = self.boundary.maxout is not None
-        # What came is kept beside that input; maxout normalises it. The matrix before maxout keeps input and product.
+        # The values that came are kept beside that input, and maxout's once more, normalised. The matrix before maxout
+        # keeps its input and its product.
         entering = 0.0 if self.spec.is_first else passed * (2 if has_maxout else 1)
         leaving = 0.0 if self.spec.is_last else passed + (2 * self.hidden_bytes if has_maxout else 0.0)
         return entering + leaving

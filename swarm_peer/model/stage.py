@@ -156,7 +156,10 @@ def initialise(module: StageModule, seed: int) -> None:
             if name == "weight":
                 if isinstance(owner, (nn.Linear, nn.Embedding, Conv1D)):
                     path = f"{module_name}.{name}"
-                    values.normal_(std=module.family.weight_std(path), generator=seeded(seed, path))
+                    # All that a stage knows passes the matrices of a boundary: they keep its scale.
+                    at_boundary = module_name.startswith("boundary.")
+                    std = parameter.shape[1] ** -0.5 if at_boundary else module.family.weight_std(path)
+                    values.normal_(std=std, generator=seeded(seed, path))
                 else:
                     values.fill_(1.0 if isinstance(owner, nn.LayerNorm) else module.family.norm_weight)
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:

@@ -134,6 +134,33 @@ def test_adapters_are_exported_alone_or_within_their_base(merge, tmp_path, monke
         torch.testing.assert_close(loaded.eval()(sample()).logits, logits[1], rtol=1e-4, atol=1e-5)
 
 
+def test_a_run_with_few_values_at_its_boundaries_is_exported_as_the_plain_model(tmp_path, monkeypatch):
+    model = {"config": CONFIGS["llama"], "boundary": {"rank": 4}}
+    trainers = trainers_of(model=model)
+    train_and_save(trainers, str(tmp_path / "checkpoints"), 2)
+    tokens_BS = torch.cat([sample(), sample()[:, :1]], dim=1)
+    passed = None
+    for trainer in trainers:
+        passed = trainer.predict(tokens_BS[:, :-1], passed)
+    run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(sample()).logits[:, -1], passed, rtol=0, atol=1e-5)
+    assert "rank 4" in ModelCard.load(tmp_path / "model" / "README.md").text
+
+
+def test_maxout_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    model = {"config": CONFIGS["gpt2"], "boundary": {"maxout": 2}}
+    trainers = trainers_of(model=model)
+    states = [StageState(round_number=1, history_hash="x", tensors=trainer.state()) for trainer in trainers]
+    CheckpointStore(str(tmp_path / "checkpoints")).save(1, trainers[0].manifest, states)
+    options = ["--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model"]
+    line = one_line_of(monkeypatch, capsys, *options)
+    assert "model.boundary.maxout has layers at the boundaries that no Hugging Face model has" in line
+    assert not (tmp_path / "model").exists()
+
+
 def test_a_run_without_adapters_has_nothing_to_merge(tmp_path, monkeypatch, capsys):
     train_and_save(trainers_of(), str(tmp_path / "checkpoints"), 1)
     options = ["--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model", "--merge"]
