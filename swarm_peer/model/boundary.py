@@ -82,8 +82,8 @@ class Subspace(Boundary):
 
 def frozen_values(family: Family, width: int, seed: int) -> Tensor:
     """The values (V, D - W) of tokens that no stage writes, with the deviation of the family's embeddings."""
-    values = torch.empty(family.config.vocab_size, family.config.hidden_size - width)
-    return values.normal_(std=family.weight_std(family.tokens), generator=seeded(seed, "boundary")).to(TABLE_DTYPE)
+    values = torch.empty(family.config.vocab_size, family.config.hidden_size - width, dtype=TABLE_DTYPE)
+    return values.normal_(std=family.weight_std(family.tokens), generator=seeded(seed, "boundary"))
 
 
 class Maxout(Boundary):

@@ -47,7 +47,6 @@ class StageModule(nn.Module):
         rank = None if section.boundary is None or spec.is_last else section.boundary.rank
         self.family = family_of(config, rank)
         self.section = section
-        self._limit_gradient = partial(limit_layer_gradient, precision=section.precision)
         self.layer_names = [str(spec.first_layer if section.share_layers else index) for index in spec.layers]
         with shapes_only():
             body = nn.Module()
@@ -98,6 +97,8 @@ class StageModule(nn.Module):
             if self.spec.is_first:
                 tokens_BT, inputs = inputs, self.family.embed(body, inputs, positions_BT)
             hidden_BTD = self.boundary.enter(inputs, tokens_BT)
+            if hidden_BTD is not inputs:
+                self._limit(hidden_BTD)
             arguments = {
                 kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD, positions_BT) for kind in set(kinds)
             }
@@ -107,10 +108,12 @@ class StageModule(nn.Module):
                     hidden_BTD = checkpoint(layer, hidden_BTD, use_reentrant=False, **arguments[kind])
                 else:
                     hidden_BTD = layer(hidden_BTD, **arguments[kind])
-                if hidden_BTD.requires_grad:
-                    hidden_BTD.register_hook(self._limit_gradient)
+                self._limit(hidden_BTD)
             if not self.spec.is_last:
-                return self.boundary.leave(hidden_BTD)
+                passed_BTW = self.boundary.leave(hidden_BTD)
+                if passed_BTW is not hidden_BTD:
+                    self._limit(passed_BTW)
+                return passed_BTW
             if last_token:
                 hidden_BTD = hidden_BTD[:, -1:]
             hidden_BTD = body.get_submodule(self.family.norm)(hidden_BTD)
@@ -125,6 +128,13 @@ class StageModule(nn.Module):
     def layers(self) -> str:
         """The beginning of the names of layers' parameters; those of embedding, normalisation and head have another."""
         return f"{self.family.body}.{self.family.layers}."
+
+    def _limit(self, hidden: Tensor) -> None:
+        """Have its gradient be no larger than what comes before it can take."""
+        if hidden.requires_grad:
+            hidden.register_hook(  # type: ignore[no-untyped-call]  # torch declares no types here
+                partial(limit_layer_gradient, precision=self.section.precision)
+            )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.family.cap_logits(self.lm_head(hidden))

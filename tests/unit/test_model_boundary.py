@@ -168,9 +168,13 @@ def test_the_same_seed_makes_the_same_frozen_values_wherever_they_are(family: st
 
 
 @EACH
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("boundary", [{"rank": RANK}, {"maxout": 2}], ids=["rank", "maxout"])
-def test_a_state_that_another_trainer_loads_goes_on_alike(family: str, boundary: dict[str, int]) -> None:
-    resolved = resolve(FAMILIES[family], model={"boundary": boundary})
+def test_a_state_that_another_trainer_loads_goes_on_alike(
+    family: str, boundary: dict[str, int], optimizer: str
+) -> None:
+    section = {"name": optimizer, "learning_rate": 1e-3}
+    resolved = resolve(FAMILIES[family], model={"boundary": boundary}, optimizer=section)
     one, other = trained(resolved), Baseline(resolved)
     for trainer, source in zip(other.trainers, one.trainers, strict=True):
         template = StageTrainer(resolved, trainer.spec, hollow=True).state_template()
