@@ -119,7 +119,9 @@ class ModelSection(Section):
         if self.boundary is None:
             return self
         if self.base != "fp32":
-            raise ValueError(f"boundary is for models that are trained whole, and base={self.base} is of a frozen one")
+            raise ValueError(
+                f"boundary is for models that are trained whole, and base={self.base} is of a frozen one: leave one out"
+            )
         if self.adapter is not None:
             raise ValueError("boundary is for models that are trained whole, and adapter trains none: leave one out")
         if self.pretrained is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from tiny_models import CONFIGS, GPT2, LENGTH, LLAMA, LLAMA_LONG, VOCABULARY
 from tiny_swarms import HIDDEN, SAMPLES, Swarm, assert_equal, make_call, make_manifest, make_microbatch, make_tensors
 from tiny_swarms import LENGTH as SWARM_LENGTH
@@ -324,6 +325,11 @@ def test_a_boundary_that_a_model_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         resolve(config, model={"boundary": boundary})
+
+
+def test_a_run_of_one_stage_has_no_boundaries() -> None:
+    with pytest.raises(ValidationError, match="model.boundary is for what passes between stages, and stages.count=1"):
+        resolve(GPT2, 1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
