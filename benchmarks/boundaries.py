@@ -38,15 +38,17 @@ def num_trained(settings: tuple[str, ...]) -> int:
 
 
 def settings_of(arm: str, common: tuple[str, ...]) -> tuple[str, ...]:
-    """The settings of an arm, with MLPs of a width at which it trains as many values as the one without a boundary."""
+    """The settings of an arm: cut as the one without a boundary, with MLPs so wide that it trains as many values."""
     name = arm.removesuffix(IN_8_BIT)
     settings = common if name == arm else (*common, *EIGHT_BIT)
     if name == NONE:
         return settings
-    hidden_size = resolve_manifest(load_manifest(CONFIG, common)).hidden_size
+    reference = resolve_manifest(load_manifest(CONFIG, common))
+    hidden_size, layers = reference.hidden_size, [len(spec.layers) for spec in reference.specs]
     is_maxout = name.startswith(MAXOUT)
     number = int(name.removeprefix(MAXOUT)) if is_maxout else hidden_size // RANKS[name]
-    settings = (*settings, f"model.boundary={{{'maxout' if is_maxout else 'rank'}: {number}}}")
+    kind = "maxout" if is_maxout else "rank"
+    settings = (*settings, f"stages.layers={layers}", f"model.boundary={{{kind}: {number}}}")
     low, high = (num_trained((*settings, f"model.config.n_inner={width}")) for width in (STEP, 2 * STEP))
     width = STEP * (1 + round((num_trained(common) - low) / (high - low)))
     return (*settings, f"model.config.n_inner={width}")
