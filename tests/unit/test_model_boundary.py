@@ -20,7 +20,7 @@ from coordinator.run.baseline import Baseline
 from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import InvalidMessage, UserError
-from swarm_peer.model.boundary import TABLE_DTYPE, frozen_values
+from swarm_peer.model.boundary import TABLE_DTYPE, TABLE_SCALE, frozen_values
 from swarm_peer.model.costs import TABLE_BYTES, stage_costs
 from swarm_peer.model.export import OWN_WEIGHTS_FILE, export_model
 from swarm_peer.model.resolved import ResolvedManifest
@@ -88,7 +88,7 @@ def test_values_that_no_stage_writes_are_those_of_the_tokens_at_each_boundary(fa
         outputs.append(passed)
     module = baseline.trainers[0].module
     expected = frozen_values(module.family, RANK, 0)[batch[:, :-1]].float()
-    assert float(expected.std()) == pytest.approx(0.15, rel=0.1)
+    assert float(expected.std()) == pytest.approx(TABLE_SCALE * 0.15, rel=0.1)
     for hidden_BTD, output in zip(hidden[:-1], outputs, strict=False):
         assert hidden_BTD.shape[-1] == 24
         assert torch.equal(hidden_BTD[..., RANK:], expected)
