@@ -117,7 +117,7 @@ class Stage:
         self.spec = resolved.specs[stage]
         self.through_wire = False
         self.trainer = StageTrainer(resolved, self.spec, device=DEVICE)
-        shape = manifest.training.microbatch_size, manifest.data.sequence_length, resolved.hidden_size
+        shape = manifest.training.microbatch_size, manifest.data.sequence_length, resolved.boundary_width
         self.shape = shape
         self.tokens_BS = torch.randint(resolved.vocab_size, (shape[0], shape[1] + 1))
         hidden_BTD = torch.randn(shape)

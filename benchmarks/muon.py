@@ -116,6 +116,21 @@ def compare(trainings: Trainings, options: argparse.Namespace) -> Iterator[str]:
     yield f"Mean difference from AdamW: {full:+.2%} in as many steps, {fewer:+.2%} in {options.share:.0%} of them."
 
 
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """The options of programs that compare trainings."""
+    parser.add_argument("--text", nargs="+", help="files of text, or patterns, instead of the demo's")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--set", dest="settings", nargs="+", default=[], help="of the manifest, as in `swarm-coordinator`"
+    )
+    parser.add_argument("--results", type=Path, help="file of all trainings; those that it holds are not repeated")
+
+
+def text_settings(options: argparse.Namespace) -> tuple[str, ...]:
+    """The settings of the text that `--text` names."""
+    return ("data.dataset=text", f"data.files={json.dumps(options.text)}") if options.text else ()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -124,16 +139,10 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=1, help="at which learning rates are tried")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--share", type=float, default=0.75, help="of the steps that Muon shall do with")
-    parser.add_argument("--text", nargs="+", help="files of text, or patterns, instead of the demo's")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--set", dest="settings", nargs="+", default=[], help="of the manifest, as in `swarm-coordinator`"
-    )
-    parser.add_argument("--results", type=Path, help="file of all trainings; those that it holds are not repeated")
+    add_common_options(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    text = ("data.dataset=text", f"data.files={json.dumps(options.text)}") if options.text else ()
-    trainings = Trainings(options.results, (*text, *options.settings))
+    trainings = Trainings(options.results, (*text_settings(options), *options.settings))
     print(f"{provenance()}\n")
     for line in compare(trainings, options):
         print(line, flush=True)

@@ -62,6 +62,23 @@ class AdapterSection(Section):
         return self
 
 
+class BoundarySection(Section):
+    """How stages send each other less than whole hidden states."""
+
+    rank: int | None = Field(None, ge=1)
+    """layers of all stages but the last write so many values of the residual stream, which alone travel; gpt2 and llama
+    only"""
+    maxout: int | None = Field(None, ge=2)
+    """the largest of each so many values travels, between a matrix before and one behind the wire that are trained as
+    well; a model of its own, which has no plain Hugging Face form"""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> BoundarySection:
+        if (self.rank is None) == (self.maxout is None):
+            raise ValueError(f"rank={self.rank} and maxout={self.maxout}: give one of them, or leave boundary out")
+        return self
+
+
 class ModelSection(Section):
     """The model, and the weights that it begins with."""
 
@@ -92,6 +109,30 @@ class ModelSection(Section):
     base: BasePrecision = "fp32"
     """how the weights under adapters are kept: nf4 is 4 bit with doubly quantised scales, as in QLoRA; of nf4 and int8
     embedding and head are bf16. The model is given as published, and quantised as it is read"""
+    boundary: BoundarySection | None = None
+    """have fewer values pass between stages than hidden states have, from the first step on; random weights only"""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is trained is a model, or are adapters, as Hugging Face has them."""
+        return self.boundary is None or self.boundary.maxout is None
+
+    @model_validator(mode="after")
+    def _boundary_begins_at_random(self) -> ModelSection:
+        if self.boundary is None:
+            return self
+        if self.base != "fp32":
+            raise ValueError(
+                f"boundary is for models that are trained whole, and base={self.base} is of a frozen one: leave one out"
+            )
+        if self.adapter is not None:
+            raise ValueError("boundary is for models that are trained whole, and adapter trains none: leave one out")
+        if self.pretrained is not None:
+            raise ValueError(
+                f"boundary is for models that begin with random weights, and pretrained={self.pretrained!r} has "
+                f"learnt to write whole hidden states: leave one out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_a_source(self) -> ModelSection:
@@ -411,6 +452,15 @@ class RunManifest(Section):
             raise ValueError(
                 f"schedule.decay_steps={decay_steps} is more than the {left} of training.steps that follow the "
                 f"warm-up: set it to {left} at most"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_boundaries(self) -> RunManifest:
+        if self.model.boundary is not None and self.stages.count == 1:
+            raise ValueError(
+                "model.boundary is for what passes between stages, and stages.count=1 has nothing pass: raise the one "
+                "or leave the other out"
             )
         return self
 

@@ -52,6 +52,7 @@ class Case(NamedTuple):
         layers: of each stage
         in_flight: microbatches that have gone forward and wait
         adapter, base: of the model's section, where adapters are trained
+        boundary: of the model's section
     """
 
     name: str
@@ -67,6 +68,7 @@ class Case(NamedTuple):
     adapter: dict[str, Any] | None = None
     base: str = "fp32"
     optimizer: str = "adamw"
+    boundary: dict[str, int] | None = None
 
     @property
     def title(self) -> str:
@@ -107,7 +109,7 @@ class Case(NamedTuple):
 
     def resolved(self) -> ResolvedManifest:
         """The manifest of a run with such stages."""
-        model = {"config": self._config, "share_layers": self.share_layers}
+        model = {"config": self._config, "share_layers": self.share_layers, "boundary": self.boundary}
         if self.adapter is not None:
             model |= {"pretrained": str(self._folder), "adapter": self.adapter, "base": self.base}
         return ResolvedManifest.of(
@@ -150,6 +152,9 @@ CASES = (
     ),
     Case("GPT-2, large vocabulary, first, Muon", LARGE_VOCABULARY, [1, 1], 0, 32, 1, optimizer="muon"),
     Case("Llama, one layer for all", DEEP | {"hidden_size": 512}, [1, 8, 1], 1, 64, 2, share_layers=True),
+    Case("GPT-2, rank at the boundary, last", LARGE_VOCABULARY, [1, 1], 1, 128, 3, boundary={"rank": 60}),
+    Case("Llama, rank at boundaries", LONG, [1, 2, 1], 1, 1024, 2, codec="fp16", boundary={"rank": 32}),
+    Case("Llama, maxout at boundaries", LONG, [1, 2, 1], 1, 1024, 2, boundary={"maxout": 2}),
 )
 WIDE = LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
 ADAPTED = (
@@ -250,8 +255,9 @@ def _forward(trainer: StageTrainer) -> tuple[ForwardPass, Any, Any]:
     if trainer.spec.is_first:
         passed, came = trainer.forward(tokens_BS), None
     else:
-        came = encode(torch.randn(samples, length, config.hidden_size), codec)
-        passed = trainer.forward(tokens_BS, decode(came, (samples, length, config.hidden_size), codec))
+        shape = (samples, length, trainer.resolved.boundary_width)
+        came = encode(torch.randn(shape), codec)
+        passed = trainer.forward(tokens_BS, decode(came, shape, codec))
     return passed, came, None if trainer.spec.is_last else encode(passed.output, codec)
 
 

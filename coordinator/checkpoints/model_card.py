@@ -66,7 +66,7 @@ def model_card(resolved: ResolvedManifest, training: Training, *, is_merged: boo
     front = ModelCardData(
         base_model=base,
         base_model_relation=None if base is None else "adapter" if has_adapters else "finetune",
-        library_name="peft" if has_adapters else "transformers",
+        library_name="peft" if has_adapters else "transformers" if model.is_plain else None,
         datasets=[public_name(data.dataset)] if _is_on_hub(data) else None,
         pipeline_tag="text-generation",
         tags=["swarm-train", *(["lora"] if model.adapter is not None else [])],
@@ -151,6 +151,9 @@ def _training(manifest: RunManifest, training: Training) -> Rows:
     yield "precision", manifest.model.precision
     yield "averaging", f"{manifest.averaging.mode}, {manifest.averaging.compression}"
     yield "activations and gradients between stages", f"{manifest.wire.activations}, {manifest.wire.gradients}"
+    if (boundary := manifest.model.boundary) is not None:
+        kind = f"maxout {boundary.maxout}" if boundary.rank is None else f"rank {boundary.rank}"
+        yield "boundaries between stages (`model.boundary`)", kind
     yield "seed", manifest.seed
 
 

@@ -18,7 +18,7 @@ from coordinator.watch.observer import LiveRun, observe_run
 from coordinator.watch.promises import Promises
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
-from swarm_peer.model.export import check_folder, export_model
+from swarm_peer.model.export import NOT_PLAIN, check_folder, export_model
 from swarm_peer.model.pretrained import check_pretrained
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.round_strategy import is_weight
@@ -48,12 +48,12 @@ def export_checkpoint(
         merge: add the run's adapters to its base
 
     Raises:
-        UserError: there is no good checkpoint, or the folder is in use
+        UserError: there is no good checkpoint, its model cannot be exported, or the folder is in use
     """
     check_folder(folder)
     checkpoint = find_checkpoint(url, optimizer_step)
     resolved = ResolvedManifest.of(checkpoint.manifest)
-    check_merge(resolved.manifest, merge)
+    check_export(resolved.manifest, merge)
     states = (checkpoint.load_stage(stage) for stage in range(resolved.num_stages))
     training = training_in(_run_folder(checkpoint), resolved.manifest, checkpoint.optimizer_step)
     if why_not := export_states(resolved, states, folder, cache_dir, merge=merge, training=training):
@@ -86,7 +86,7 @@ def export_run(
         run_folder: of this run, if it is on this machine: it tells how the run went
 
     Raises:
-        UserError: nobody answers, there is no such run, or the folder is in use
+        UserError: nobody answers, there is no such run, its model cannot be exported, or the folder is in use
         SwarmError: there is no such snapshot yet, or its peers did not give it
     """
     check_folder(folder)
@@ -100,12 +100,14 @@ def export_run(
     return optimizer_step
 
 
-def check_merge(manifest: RunManifest, merge: bool, data_dir: Path | None = ANYWHERE) -> None:
-    """Check that there is something to merge, if that is wanted, and that its base may be read.
+def check_export(manifest: RunManifest, merge: bool, data_dir: Path | None = ANYWHERE) -> None:
+    """Check that a run has a model to export, and something to merge, if that is wanted, whose base may be read.
 
     Raises:
         UserError: there is not, or it is a folder of this machine outside of `data_dir`
     """
+    if not manifest.model.is_plain:
+        raise UserError(f"{NOT_PLAIN}; train with model.boundary.rank instead")
     if not merge:
         return
     if manifest.model.adapter is None:
@@ -117,7 +119,7 @@ async def _fetch(
     folder: Path, merge: bool, data_dir: Path | None, run: LiveRun
 ) -> tuple[ResolvedManifest, list[StageState]]:
     resolved = ResolvedManifest.of(run.manifest)
-    check_merge(resolved.manifest, merge, data_dir)
+    check_export(resolved.manifest, merge, data_dir)
     async with open_transport(run.dht, run.metrics) as transport:
         receiver = StateReceiver(resolved, SystemThreads(), folder, only_weights=True)
         await receiver.templates()  # where there are adapters, they take seconds: peers keep no snapshot for long

@@ -29,6 +29,7 @@ from coordinator.dashboard.place import parse_place
 from coordinator.run.coordinator_options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.promises import Promises
+from coordinator.watch.what_is_trained import what_is_saved
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -161,16 +162,20 @@ def local(
     options.check_divergence()
     counts = check_counts(manifest, peers_by_stage or [2] * manifest.stages.count)
     check_local_peers(resolved, counts, devices)
-    asking = _asked_before(resolved, ask, cache_dir)
+    asking = _asked_before(resolved, ask, sample, cache_dir)
     with options.promises.told_at_end():
         service = run_local(manifest, counts, devices, options, log_to, restart=restart)
         _print_result(service, sample, asking, cache_dir)
         _write_report(output, options.promises)
 
 
-def _asked_before(resolved: ResolvedManifest, questions: Path | None, cache_dir: Path | None) -> Asking | None:
+def _asked_before(
+    resolved: ResolvedManifest, questions: Path | None, num_tokens: int, cache_dir: Path | None
+) -> Asking | None:
     from coordinator.commands.asking import Asking
 
+    if num_tokens and not resolved.manifest.model.is_plain:
+        raise UserError(f"--sample {num_tokens}: a Hugging Face model writes it, and model.boundary.maxout makes none")
     return None if questions is None else Asking(resolved, questions, cache_dir)
 
 
@@ -199,7 +204,7 @@ def _print_result(service: RunService, num_tokens: int, asking: Asking | None, c
         print(f"\nThe model writes:\n{without_controls(written)}\n")
     if asking is not None:
         asking.compare(service.model_folder)
-    print(f"Hugging Face checkpoint: {service.model_folder}")
+    print(f"{what_is_saved(service.manifest.model)}: {service.model_folder}")
 
 
 def _write_report(output: Path, promises: Promises) -> None:

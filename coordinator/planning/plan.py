@@ -169,17 +169,20 @@ def _square_cube(manifest: RunManifest, groups: Sequence[PeerGroup], option: Opt
         return None
     group = max(linked, key=lambda group: group.count)
     samples, length = manifest.training.microbatch_size, manifest.data.sequence_length
+    resolved = cut_into(manifest, 1)
+    passing_share = resolved.boundary_width / resolved.hidden_size
     layers = max(work.layers for work in option.works)
     shapes = [(width, 1) for width in WIDTHS] + ([(1, layers)] if layers > 1 else [])
     rows = []
     for width, num_layers in shapes:
         hidden_size, flops = widened_layer_flops(manifest, width)
         row: dict[str, Any] = {"hidden_size": hidden_size, "layers": num_layers}
+        passing = round(passing_share * hidden_size)
         for codec in COMPARED_CODECS:
             hop = Hop(
                 compute_s=samples * flops * num_layers / group.flops_per_s,
-                activation_bytes=samples * hop_bytes(length, hidden_size, codec),
-                gradient_bytes=samples * hop_bytes(length, hidden_size, codec, with_tokens=False),
+                activation_bytes=samples * hop_bytes(length, passing, codec),
+                gradient_bytes=samples * hop_bytes(length, passing, codec, with_tokens=False),
                 bytes_per_s=group.link_bytes_per_s,
                 latency_s=group.latency_s,
             )

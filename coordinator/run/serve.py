@@ -31,7 +31,7 @@ from coordinator.watch.loggers import LoggerName, open_loggers
 from coordinator.watch.observer import observer_directory, open_node
 from coordinator.watch.run_file import CHECKPOINTS, run_file_written
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.what_is_trained import training_line
+from coordinator.watch.what_is_trained import training_line, what_is_saved
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.resolved import ResolvedManifest
@@ -312,7 +312,7 @@ async def _serve(service: RunService, options: RunOptions) -> None:
                 await service.end(error.reason)
             raise
         if is_saved:
-            print(f"Hugging Face checkpoint: {service.model_folder}", flush=True)
+            print(f"{what_is_saved(service.manifest.model)}: {service.model_folder}", flush=True)
             print(TELLING, flush=True)
             await service.end()
         else:

@@ -45,6 +45,11 @@ def what_is_trained(model: ModelSection) -> str:
     return "all weights, which began at random"
 
 
+def what_is_saved(model: ModelSection) -> str:
+    """Words for the folder that a run's model is saved to."""
+    return "Hugging Face checkpoint" if model.is_plain else "Weights (no Hugging Face model, for its boundaries)"
+
+
 def training_line(manifest: RunManifest) -> str:
     """Words for what a run trains, with the number of parameters where most of them are frozen.
 

@@ -11,17 +11,17 @@ from transformers import PretrainedConfig
 from swarm_peer.config import MAX_STEPS
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.model.optimizer import STATE_PREFIX
-from swarm_peer.model.partition import StageSpec
 from swarm_peer.token_marks import ids_of
 
 # Entries of an optimizer's state that are counts, magnitudes or mean squares: below zero, the next step makes NaNs.
 NON_NEGATIVE_ENTRIES = ("/step", "/exp_avg_sq", "/state2", "/absmax1", "/absmax2")
 
 
-def check_tokens(tokens_BS: Tensor, config: PretrainedConfig, spec: StageSpec, *, has_marks: bool = False) -> None:
+def check_tokens(tokens_BS: Tensor, config: PretrainedConfig, *, looks_up: bool, has_marks: bool = False) -> None:
     """Token ids of at least one sample, which the model has positions and, where they are looked up, words for.
 
     Args:
+        looks_up: whether they are looked up
         has_marks: whether they may have marks (token_marks.py)
 
     Raises:
@@ -33,7 +33,7 @@ def check_tokens(tokens_BS: Tensor, config: PretrainedConfig, spec: StageSpec, *
     longest = config.max_position_embeddings + 1
     if shape[0] < 1 or not 2 <= shape[1] <= longest:
         raise InvalidMessage(f"tokens have shape {shape}, not at least one sample of 2 to {longest} token ids")
-    if spec.is_first or spec.is_last:
+    if looks_up:
         lowest, highest = int(tokens_BS.min()), int((ids_of(tokens_BS) if has_marks else tokens_BS).max())
         # On a GPU, looking up an id that is out of range ends the whole process.
         if lowest < 0 or highest >= config.vocab_size:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from swarm_peer.codecs import NEED_FEEDBACK, find_codec
 from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.adapters import num_adapted
+from swarm_peer.model.boundary import TABLE_DTYPE
 from swarm_peer.model.families import Cost, family_of
 from swarm_peer.model.frozen_base import END_BYTES, MATRIX_BYTES
 from swarm_peer.model.losses import tokens_at_once
@@ -45,6 +46,8 @@ FP32_LOGIT_GRADIENTS = 2
 # Gradients inside a layer that its backward pass holds at once, as a share of what the layer keeps for that pass: 0.1
 # to 0.4 in all families (most where the MLP is wide), and 0.5 where eager attention sees 1024 tokens.
 BACKWARD_SHARE = 0.3
+# Of a frozen value of a token, which boundaries of few values look up.
+TABLE_BYTES = TABLE_DTYPE.itemsize
 # A peer keeps the replies of this many times as many microbatches as it holds at once, for callers that ask again.
 REPLIES_KEPT = 2
 # Snapshots of each stage that a peer keeps: another may still be downloading the one before the newest.
@@ -103,14 +106,14 @@ class _Stage:
     def __init__(self, resolved: ResolvedManifest, spec: StageSpec, device_type: str):
         self.manifest = resolved.manifest
         self.spec = spec
-        self.costs = resolved.costs
+        self.costs = resolved.costs.at(spec)
         self.on_cpu = device_type == "cpu"
         self.half = not self.on_cpu and self.manifest.model.precision != "fp32"
         self.family = family_of(resolved.config)
         self.length = self.manifest.data.sequence_length
         self.tokens = self.manifest.training.microbatch_size * self.length  # of a microbatch
         self.checkpoints = self.manifest.model.activation_checkpointing
-        self.whole = self.costs.of(spec)
+        self.whole = resolved.costs.of(spec)
         self.adapters = resolved.adapter_cost(spec)
         self.trained = resolved.num_trained(spec)
         self.layers = self.costs.layers_of(spec)
@@ -131,6 +134,12 @@ class _Stage:
         self.layer_flops = self.layers.forward_flops - sum(attention) + self.attention_flops
         self.hidden_values = self.tokens * resolved.hidden_size
         self.hidden_bytes = FP32_BYTES * self.hidden_values
+        # Of what passes a boundary.
+        self.passed_values = self.tokens * resolved.boundary_width
+        self.boundary = None if resolved.num_stages == 1 else self.manifest.model.boundary
+        is_table_kept = self.boundary is not None and self.boundary.rank is not None
+        num_frozen = resolved.hidden_size - resolved.boundary_width if is_table_kept else 0
+        self.table_bytes = TABLE_BYTES * resolved.vocab_size * num_frozen
         # Of the logits that exist at once.
         self.logit_tokens = min(self.tokens, tokens_at_once(resolved.vocab_size))
         self.logit_bytes = FP32_BYTES * self.logit_tokens * resolved.vocab_size
@@ -153,6 +162,19 @@ class _Stage:
         return [cost for is_held, cost in held if is_held]
 
     @property
+    def boundary_bytes(self) -> float:
+        """Bytes that one microbatch keeps at the boundaries, beside the first layer's input."""
+        passed = FP32_BYTES * self.passed_values
+        if self.boundary is None:
+            return 0.0 if self.spec.is_last else passed
+        has_maxout = self.boundary.maxout is not None
+        # The values that came are kept beside that input, and maxout's once more, normalised. The matrix before maxout
+        # keeps its input and its product.
+        entering = 0.0 if self.spec.is_first else passed * (2 if has_maxout else 1)
+        leaving = 0.0 if self.spec.is_last else passed + (2 * self.hidden_bytes if has_maxout else 0.0)
+        return entering + leaving
+
+    @property
     def recomputes_logits(self) -> bool:
         """Whether a microbatch has more logits than may exist at once."""
         return self.logit_tokens < self.tokens
@@ -161,7 +183,7 @@ class _Stage:
     def weight_bytes(self) -> float:
         """Bytes of the weights; those of a frozen base in the precision that it is kept in."""
         ends = self.whole.parameters - self.layers.parameters
-        kept = MATRIX_BYTES[self.base] * self.layers.parameters + END_BYTES[self.base] * ends
+        kept = self.table_bytes + MATRIX_BYTES[self.base] * self.layers.parameters + END_BYTES[self.base] * ends
         return kept if self.adapters is None else kept + FP32_BYTES * self.trained
 
     @property
@@ -230,8 +252,7 @@ def _microbatch_bytes(stage: _Stage) -> float:
         # The normalisation's input and output, and what leads from its product to the loss.
         kept += stage.hidden_bytes * (1.5 if half else 2.0)
         kept += 0.0 if stage.recomputes_logits else stage.logit_bytes + stage.cap_bytes
-    else:
-        kept += stage.hidden_bytes  # the stage's output
+    kept += stage.boundary_bytes  # the stage's output among them
     if half:
         # Autocast's copies: each forward pass makes and keeps its own, of the weights that it multiplies with.
         # A base in fewer bits is made whole anew in the backward pass.
@@ -242,7 +263,7 @@ def _microbatch_bytes(stage: _Stage) -> float:
     codec = find_codec(wire.activations)
     if stage.on_cpu and not codec.is_exact:
         # As they came and as they go; without a codec they are the tensors themselves.
-        kept += codec.num_bytes(stage.hidden_values) * (2 - spec.is_first - spec.is_last)
+        kept += codec.num_bytes(stage.passed_values) * (2 - spec.is_first - spec.is_last)
     return kept
 
 
@@ -317,4 +338,4 @@ def _host_bytes(stage: _Stage) -> float:
     )  # one copy: a snapshot that is being written, or for a newcomer
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
-    return averaging + kept + state + replies * find_codec(manifest.wire.gradients).num_bytes(stage.hidden_values)
+    return averaging + kept + state + replies * find_codec(manifest.wire.gradients).num_bytes(stage.passed_values)

@@ -21,6 +21,7 @@ from swarm_peer.config import ModelSection
 from swarm_peer.errors import SwarmError, UserError
 from swarm_peer.files import sync
 from swarm_peer.model.adapters import add_adapters, merge_adapters, peft_name
+from swarm_peer.model.boundary import frozen_values
 from swarm_peer.model.families import family_of
 from swarm_peer.model.parameters import replace_parameter, trained_parameters
 from swarm_peer.model.partition import StageSpec
@@ -31,6 +32,9 @@ from swarm_peer.model.round_strategy import is_weight
 from swarm_peer.model.stage import StageModule
 
 README = "README.md"
+# The weights of a model that is none of Hugging Face's.
+OWN_WEIGHTS_FILE = "swarm.safetensors"
+NOT_PLAIN = "model.boundary.maxout has layers at the boundaries that no Hugging Face model has: there is none to export"
 # Nobody writes a model any more whose files have not changed for so long.
 LEFTOVER_S = 3600.0
 
@@ -64,7 +68,8 @@ def export_model(
 ) -> None:
     """Write config.json and model.safetensors, or of adapters what PEFT has instead of them.
 
-    The folder appears complete or not at all.
+    A model that has maxout at its boundaries is none of Hugging Face's: of it only the weights are written, under their
+    own names. The folder appears complete or not at all.
 
     Args:
         tensors: the union of all stages' states; entries of optimizers are left out. If each stage has one layer only,
@@ -83,10 +88,17 @@ def export_model(
     check_folder(folder)
     model = resolved.manifest.model
     weights = {name: value for name, value in tensors.items() if is_weight(name)}
+    if model.boundary is not None:
+        _check_complete(weights, _boundary_template(resolved))
+    if not model.is_plain:
+        _write(folder, {README: f"{readme}\n{NOT_PLAIN}.\n"}, OWN_WEIGHTS_FILE, weights)
+        return
     whole = StageModule(resolved.config, StageSpec(0, 1, 0, resolved.config.num_hidden_layers), ModelSection(config={}))
     if model.share_layers:
         weights = _unshare(weights, f"{whole.family.body}.{whole.family.layers}", resolved.specs)
     names = (CONFIG_FILE, WEIGHTS_FILE)
+    if model.boundary is not None:
+        weights = _widen(resolved, weights, whole)
     if model.adapter is None:
         _check_complete(weights, whole.state_dict())
     else:
@@ -100,6 +112,29 @@ def export_model(
     content = _model_config(resolved) if names[0] == CONFIG_FILE else describe_adapter(model, whole.family)
     texts = {names[0]: json.dumps(content, indent=2, sort_keys=True) + "\n"} | ({README: readme} if readme else {})
     _write(folder, texts, names[1], weights)
+
+
+def _boundary_template(resolved: ResolvedManifest) -> dict[str, Tensor]:
+    """The weights of all stages, which are not those of the Hugging Face model."""
+    modules = [StageModule(resolved.config, spec, resolved.manifest.model) for spec in resolved.specs]
+    return {name: value for module in modules for name, value in module.state_dict().items()}
+
+
+def _widen(resolved: ResolvedManifest, weights: Mapping[str, Tensor], whole: StageModule) -> dict[str, Tensor]:
+    """The weights of the model that writes all of the residual stream: zeros where stages write nothing.
+
+    Of a token's embedding the values that no stage writes are those that all stages look up.
+    """
+    widened = dict(weights)
+    for name, expected in whole.state_dict().items():
+        narrow = weights[name]
+        if narrow.shape == expected.shape:
+            continue
+        wide = widened[name] = torch.zeros(expected.shape)
+        wide[tuple(slice(size) for size in narrow.shape)] = narrow
+    family, width = whole.family, resolved.boundary_width
+    widened[f"{family.body}.{family.tokens}.weight"][:, width:] = frozen_values(family, width, resolved.manifest.seed)
+    return widened
 
 
 def _model_config(resolved: ResolvedManifest) -> dict[str, Any]:

@@ -6,19 +6,21 @@ Counted from the config alone, so that every peer computes the same cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from operator import add
 
 from transformers import PretrainedConfig
 
+from swarm_peer.config import BoundarySection
 from swarm_peer.errors import UserError
-from swarm_peer.model.families import Cost, family_of
+from swarm_peer.model.families import Cost, Family, family_of
 
 # A stage's compute decides the throughput of the pipeline; its parameters decide the traffic of averaging and the
 # memory. The first is paid for each microbatch and the second once an optimizer step, hence the smaller weight.
 PARAMETER_WEIGHT = 0.25
+NOTHING = Cost(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,26 @@ class ModelCosts:
 
     Attributes:
         share_layers: the layers of a stage share their weights, so that they count as one in the parameters
+        entering: of what stages but the first have at the boundary before them
+        leaving: of what stages but the last have at the boundary behind them
+        narrow: the costs of all stages but the last, where these write less of the residual stream
     """
 
     embedding: Cost
     layers: tuple[Cost, ...]
     head: Cost
     share_layers: bool
+    entering: Cost = NOTHING
+    leaving: Cost = NOTHING
+    narrow: ModelCosts | None = None
+
+    def at(self, spec: StageSpec) -> ModelCosts:
+        """The costs of a model all of which is as in one stage."""
+        return self if self.narrow is None or spec.is_last else self.narrow
 
     def layers_of(self, spec: StageSpec) -> Cost:
         """The cost of one stage's layers."""
-        layers = self.layers[spec.first_layer : spec.end_layer]
+        layers = self.at(spec).layers[spec.first_layer : spec.end_layer]
         distinct = layers[:1] if self.share_layers else layers
         return Cost(
             sum(layer.parameters for layer in distinct),
@@ -74,22 +86,42 @@ class ModelCosts:
         )
 
     def of(self, spec: StageSpec) -> Cost:
-        """The cost of one stage: of its layers, and of the ends of the model that it holds."""
+        """The cost of one stage: of its layers, of its ends of the model, and of what it has at boundaries."""
         cost = self.layers_of(spec)
-        if spec.is_first:
-            cost += self.embedding
-        if spec.is_last:
-            cost += self.head
+        cost += self.at(spec).embedding if spec.is_first else self.entering
+        cost += self.head if spec.is_last else self.leaving
         return cost
 
 
-def model_costs(config: PretrainedConfig, sequence_length: int, share_layers: bool = False) -> ModelCosts:
+def model_costs(
+    config: PretrainedConfig, sequence_length: int, share_layers: bool = False, boundary: BoundarySection | None = None
+) -> ModelCosts:
     """Costs at a sequence length of T tokens."""
-    family = family_of(config)
-    kinds = [family.layer_kind(index) for index in range(config.num_hidden_layers)]
+    costs = _costs_of(family_of(config), sequence_length, share_layers)
+    if boundary is None:
+        return costs
+    if boundary.rank is not None:
+        narrow = _costs_of(family_of(config, boundary.rank), sequence_length, share_layers)
+        return replace(costs, narrow=narrow)
+    size = config.hidden_size
+    width = boundary_width(boundary, size)
+    leaving = Cost(size * size, 2 * size * size, size * size)
+    entering = Cost(width * size + 2 * width, 2 * width * size, width * size)
+    return replace(costs, entering=entering, leaving=leaving)
+
+
+def _costs_of(family: Family, sequence_length: int, share_layers: bool) -> ModelCosts:
+    kinds = [family.layer_kind(index) for index in range(family.config.num_hidden_layers)]
     by_kind = {kind: family.layer_cost(kinds.index(kind), sequence_length) for kind in dict.fromkeys(kinds)}
     layers = tuple(by_kind[kind] for kind in kinds)
     return ModelCosts(family.embedding_cost(), layers, family.head_cost(), share_layers)
+
+
+def boundary_width(section: BoundarySection | None, hidden_size: int) -> int:
+    """How many values of a token pass a boundary, W."""
+    if section is None:
+        return hidden_size
+    return section.rank or hidden_size // (section.maxout or 1)
 
 
 def cut_stages(
@@ -98,6 +130,7 @@ def cut_stages(
     sequence_length: int,
     layers: Sequence[int] | None = None,
     share_layers: bool = False,
+    boundary: BoundarySection | None = None,
 ) -> tuple[StageSpec, ...]:
     """Cut a model into contiguous stages so that the largest stage cost is as small as it can be.
 
@@ -130,7 +163,7 @@ def cut_stages(
             f"lower it to {num_layers} at most, since each stage holds a layer"
         )
     if layers is None:
-        return _specs(_best_cut(model_costs(config, sequence_length, share_layers), num_stages))
+        return _specs(_best_cut(model_costs(config, sequence_length, share_layers, boundary), num_stages))
     if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 1:
         raise UserError(
             f"stages.layers={list(layers)} must be {num_stages} positive numbers that add up to the model's "

@@ -12,8 +12,9 @@ from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.model.adapters import adapter_cost, target_names
 from swarm_peer.model.architecture import parse_model_config
+from swarm_peer.model.boundary import check_boundary
 from swarm_peer.model.families import Cost, family_of
-from swarm_peer.model.partition import ModelCosts, StageSpec, cut_stages, model_costs
+from swarm_peer.model.partition import ModelCosts, StageSpec, boundary_width, cut_stages, model_costs
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,18 @@ class ResolvedManifest:
         """Resolve a manifest as a run publishes it.
 
         Raises:
-            UserError: the model config is not inline, or see parse_model_config, cut_stages and target_names
+            UserError: the model config is not inline, or see parse_model_config, cut_stages, target_names and
+                check_boundary
         """
         if not isinstance(manifest.model.config, dict):
             raise UserError("the run's manifest has no inline model config: its coordinator has to publish one")
         config = parse_model_config(manifest.model.config)
-        stages, length, share_layers = manifest.stages, manifest.data.sequence_length, manifest.model.share_layers
-        if manifest.model.adapter is not None:
-            target_names(family_of(config), manifest.model.adapter)
-        specs = cut_stages(config, stages.count, length, stages.layers, share_layers)
+        model, stages, length = manifest.model, manifest.stages, manifest.data.sequence_length
+        if model.adapter is not None:
+            target_names(family_of(config), model.adapter)
+        if model.boundary is not None:
+            check_boundary(model.boundary, family_of(config))
+        specs = cut_stages(config, stages.count, length, stages.layers, model.share_layers, model.boundary)
         return cls(manifest, manifest.hash, config, specs)
 
     @property
@@ -56,7 +60,8 @@ class ResolvedManifest:
     @cached_property
     def costs(self) -> ModelCosts:
         """The costs of the model's parts, with the run's sequences."""
-        return model_costs(self.config, self.manifest.data.sequence_length, self.manifest.model.share_layers)
+        model = self.manifest.model
+        return model_costs(self.config, self.manifest.data.sequence_length, model.share_layers, model.boundary)
 
     def num_trained(self, spec: StageSpec) -> int:
         """How many values of a stage training changes: all that it holds, or those of its adapters."""
@@ -75,8 +80,13 @@ class ResolvedManifest:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states that travel between stages, D."""
+        """Width of hidden states, D."""
         return int(self.config.hidden_size)
+
+    @property
+    def boundary_width(self) -> int:
+        """How many values of a token travel between stages, W: all D, if the run has nothing else at boundaries."""
+        return boundary_width(self.manifest.model.boundary, self.hidden_size)
 
     @property
     def vocab_size(self) -> int:

@@ -3,7 +3,7 @@
 A stage holds its own layers only, under the names that the Hugging Face model's state dict gives them, so that the
 union of all stages' state dicts is the model's. Knows nothing of optimizers or peers.
 
-Shapes: B samples, T tokens, D hidden size, V vocabulary.
+Shapes: B samples, T tokens, D hidden size, W values of a token that pass a boundary (D as a rule), V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from swarm_peer.config import ModelSection
+from swarm_peer.model.boundary import make_boundary
 from swarm_peer.model.families import family_of
 from swarm_peer.model.families.base import shapes_only
 from swarm_peer.model.gradient_norm import limit_layer_gradient
@@ -42,9 +43,10 @@ class StageModule(nn.Module):
         super().__init__()
         self.config = config
         self.spec = spec
-        self.family = family_of(config)
+        # Nothing passes a boundary behind the last stage, which may write all of the residual stream.
+        rank = None if section.boundary is None or spec.is_last else section.boundary.rank
+        self.family = family_of(config, rank)
         self.section = section
-        self._limit_gradient = partial(limit_layer_gradient, precision=section.precision)
         self.layer_names = [str(spec.first_layer if section.share_layers else index) for index in spec.layers]
         with shapes_only():
             body = nn.Module()
@@ -58,6 +60,7 @@ class StageModule(nn.Module):
             self.add_module(self.family.body, body)
             if spec.is_last:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.boundary = make_boundary(section.boundary, self.family, spec)
         # Its frequencies follow from the config and are in no state dict: they are real from the start.
         with torch.device("cpu"):
             self.rotary = self.family.build_rotary()
@@ -68,20 +71,22 @@ class StageModule(nn.Module):
         targets_BT: Tensor | None = None,
         learnt_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
+        tokens_BT: Tensor | None = None,
         *,
         last_token: bool = False,
     ) -> Tensor:
         """Run the stage.
 
         Args:
-            inputs: tokens_BT (int64) for the first stage, hidden_BTD for the others
+            inputs: tokens_BT (int64) for the first stage, passed_BTW for the others
             targets_BT: token ids (int64) that follow the inputs; for the last stage only
             learnt_BT: which of the targets count; all if None
             positions_BT: of the inputs in their documents, where samples have several
+            tokens_BT: what the inputs were made of, for stages but the first whose boundary reads them
             last_token: on the last stage, compute the logits of the last position only
 
         Returns:
-            hidden_BTD; on the last stage losses_B, each sample's mean cross entropy in fp32 (what does not count is
+            passed_BTW; on the last stage losses_B, each sample's mean cross entropy in fp32 (what does not count is
             zero, and T stays what the sum is divided by), or logits_BTV if there are no targets
         """
         assert targets_BT is None or self.spec.is_last, "only the last stage computes a loss"
@@ -89,7 +94,11 @@ class StageModule(nn.Module):
         layers = body.get_submodule(self.family.layers)
         kinds = [self.family.layer_kind(index) for index in self.spec.layers]
         with self._autocast(inputs.device):
-            hidden_BTD = self.family.embed(body, inputs, positions_BT) if self.spec.is_first else inputs
+            if self.spec.is_first:
+                tokens_BT, inputs = inputs, self.family.embed(body, inputs, positions_BT)
+            hidden_BTD = self.boundary.enter(inputs, tokens_BT)
+            if hidden_BTD is not inputs:
+                self._limit(hidden_BTD)
             arguments = {
                 kind: self.family.layer_arguments(kind, self.rotary, hidden_BTD, positions_BT) for kind in set(kinds)
             }
@@ -99,10 +108,12 @@ class StageModule(nn.Module):
                     hidden_BTD = checkpoint(layer, hidden_BTD, use_reentrant=False, **arguments[kind])
                 else:
                     hidden_BTD = layer(hidden_BTD, **arguments[kind])
-                if hidden_BTD.requires_grad:
-                    hidden_BTD.register_hook(self._limit_gradient)
+                self._limit(hidden_BTD)
             if not self.spec.is_last:
-                return hidden_BTD
+                passed_BTW = self.boundary.leave(hidden_BTD)
+                if passed_BTW is not hidden_BTD:
+                    self._limit(passed_BTW)
+                return passed_BTW
             if last_token:
                 hidden_BTD = hidden_BTD[:, -1:]
             hidden_BTD = body.get_submodule(self.family.norm)(hidden_BTD)
@@ -117,6 +128,13 @@ class StageModule(nn.Module):
     def layers(self) -> str:
         """The beginning of the names of layers' parameters; those of embedding, normalisation and head have another."""
         return f"{self.family.body}.{self.family.layers}."
+
+    def _limit(self, hidden: Tensor) -> None:
+        """Have its gradient be no larger than what comes before it can take."""
+        if hidden.requires_grad:
+            hidden.register_hook(  # type: ignore[no-untyped-call]  # torch declares no types here
+                partial(limit_layer_gradient, precision=self.section.precision)
+            )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.family.cap_logits(self.lm_head(hidden))
@@ -148,9 +166,12 @@ def initialise(module: StageModule, seed: int) -> None:
             if name == "weight":
                 if isinstance(owner, (nn.Linear, nn.Embedding, Conv1D)):
                     path = f"{module_name}.{name}"
-                    values.normal_(std=module.family.weight_std(path), generator=seeded(seed, path))
+                    # All that a stage knows passes the matrices of a boundary: they keep its scale.
+                    at_boundary = module_name.startswith("boundary.")
+                    std = parameter.shape[1] ** -0.5 if at_boundary else module.family.weight_std(path)
+                    values.normal_(std=std, generator=seeded(seed, path))
                 else:
-                    values.fill_(module.family.norm_weight)
+                    values.fill_(1.0 if isinstance(owner, nn.LayerNorm) else module.family.norm_weight)
             if isinstance(owner, nn.Embedding) and owner.padding_idx is not None:
                 values[owner.padding_idx] = 0.0
             owner.register_parameter(name, nn.Parameter(values, parameter.requires_grad))

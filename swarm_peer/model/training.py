@@ -136,6 +136,8 @@ class StageTrainer:
         elif not hollow:
             source = self._source or ModelSource(model.pretrained, self._cache_dir)
             load_pretrained(module, module.family, source, keeper(model.base, module.family.layers))
+        if not hollow:
+            module.boundary.draw(self.manifest.seed)
         if model.adapter is not None:
             add_adapters(module, model.adapter)
             if hollow:
@@ -161,11 +163,11 @@ class StageTrainer:
         Raises:
             InvalidMessage: shapes, types or token ids that do not fit
         """
-        inputs, *targets = self._prepare(tokens_BS, hidden_BTD)
+        inputs, others = self._prepare(tokens_BS, hidden_BTD)
         if not self.spec.is_first:
             inputs.requires_grad_()
         self.module.train()
-        result = self.module(inputs, *targets)
+        result = self.module(inputs, **others)
         return ForwardPass(
             output=result.detach(),
             optimizer_step=self.optimizer_step,
@@ -237,9 +239,9 @@ class StageTrainer:
         Raises:
             InvalidMessage: shapes, types or token ids that do not fit
         """
-        inputs, *targets = self._prepare(tokens_BS, hidden_BTD)
+        inputs, others = self._prepare(tokens_BS, hidden_BTD)
         with self._evaluating():
-            output: Tensor = self.module(inputs, *targets)
+            output: Tensor = self.module(inputs, **others)
         return output
 
     @torch.no_grad()
@@ -253,9 +255,9 @@ class StageTrainer:
             InvalidMessage: shapes, types or token ids that do not fit
         """
         following_B1 = torch.zeros_like(tokens_BT[:, :1])  # stands for what is asked for
-        inputs, *_ = self._prepare(torch.cat([tokens_BT, following_B1], dim=1), hidden_BTD)
+        inputs, others = self._prepare(torch.cat([tokens_BT, following_B1], dim=1), hidden_BTD)
         with self._evaluating():
-            output: Tensor = self.module(inputs, last_token=True)
+            output: Tensor = self.module(inputs, tokens_BT=others["tokens_BT"], last_token=True)
         return output[:, -1].float() if self.spec.is_last else output
 
     def mean_gradients(self) -> list[Tensor]:
@@ -429,13 +431,12 @@ class StageTrainer:
         self.optimizer_step = optimizer_step
         self.weights_version += 1
 
-    def _prepare(
-        self, tokens_BS: Tensor, hidden_BTD: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The inputs of the module, its targets, which of these count, and positions; checked, on its device."""
+    def _prepare(self, tokens_BS: Tensor, hidden_BTD: Tensor | None) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """The inputs of the module, and its other arguments by their names; checked, on its device."""
         assert (hidden_BTD is None) == self.spec.is_first, "hidden states come from the stage before, if there is one"
-        config = self.module.config
-        check_tokens(tokens_BS, config, self.spec, has_marks=self._has_marks)
+        reads_tokens = self.module.boundary.reads_tokens
+        looks_up = self.spec.is_first or self.spec.is_last or reads_tokens
+        check_tokens(tokens_BS, self.module.config, looks_up=looks_up, has_marks=self._has_marks)
         targets_BT = learnt_BT = positions_BT = None
         if self._has_marks:
             learnt_BT = are_learnt(tokens_BS[:, 1:]).to(self.device) if self.spec.is_last else None
@@ -444,11 +445,19 @@ class StageTrainer:
             tokens_BS = ids_of(tokens_BS)
         if self.spec.is_last:
             targets_BT = tokens_BS[:, 1:].to(self.device, torch.int64)
+        tokens_BT = tokens_BS[:, :-1].to(self.device, torch.int64) if hidden_BTD is None or reads_tokens else None
+        others = {
+            "targets_BT": targets_BT,
+            "learnt_BT": learnt_BT,
+            "positions_BT": positions_BT,
+            "tokens_BT": tokens_BT,
+        }
         if hidden_BTD is None:
-            return tokens_BS[:, :-1].to(self.device, torch.int64), targets_BT, learnt_BT, positions_BT
-        check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, config.hidden_size), "hidden state")
+            assert tokens_BT is not None
+            return tokens_BT, others
+        check_float(hidden_BTD, (len(tokens_BS), tokens_BS.shape[1] - 1, self.resolved.boundary_width), "hidden state")
         check_hidden(hidden_BTD, MAX_HIDDEN)
-        return hidden_BTD.detach().to(self.device, torch.float32), targets_BT, learnt_BT, positions_BT
+        return hidden_BTD.detach().to(self.device, torch.float32), others
 
 
 def max_state_bytes(resolved: ResolvedManifest, stage: int) -> int:

@@ -245,7 +245,7 @@ def _examine(
 def _max_payload_bytes(resolved: ResolvedManifest) -> int:
     """Most bytes of tensors in a frame that any stage of a run receives."""
     manifest = resolved.manifest
-    shape = (manifest.training.microbatch_size, manifest.data.sequence_length, resolved.hidden_size)
+    shape = (manifest.training.microbatch_size, manifest.data.sequence_length, resolved.boundary_width)
     return max(encoded_bytes(shape, PLAIN), STATE_CHUNK_BYTES) + FRAME_SLACK_BYTES
 
 

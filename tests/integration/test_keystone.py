@@ -91,6 +91,37 @@ def test_weights_equal_the_single_process(family: str, num_stages: int, num_peer
     check_weights(run, baseline)
 
 
+@pytest.mark.parametrize(
+    ("family", "num_stages", "boundary"),
+    [
+        ("gpt2", 3, {"rank": 8}),
+        ("llama", 2, {"rank": 8}),
+        pytest.param("gpt2", 2, {"rank": 8}, marks=pytest.mark.slow),
+        pytest.param("llama", 3, {"rank": 8}, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, {"maxout": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", 3, {"maxout": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_few_values_at_boundaries_equal_the_single_process(
+    family: str, num_stages: int, boundary: dict[str, int], tmp_path: Path
+) -> None:
+    manifest = tiny_manifest(
+        model={"config": FAMILIES[family], "boundary": boundary},
+        stages={"count": num_stages, "peers_to_start": 2},
+        averaging={"compare_weights_every": 2},
+    )
+    run = run_swarm(manifest, [2] * num_stages, tmp_path)
+
+    check_counts(run, manifest)
+    check_stage_mates(run)
+    check_nothing_lost(run)
+    baseline = Baseline(ResolvedManifest.of(manifest))
+    for round_number in range(manifest.training.steps):
+        loss, _ = baseline.train_step(run.counted[round_number])
+        assert run.lines[round_number]["loss"] == pytest.approx(loss, rel=1e-5)
+    check_weights(run, baseline)
+
+
 def test_answers_of_unlike_lengths_equal_the_single_process(tmp_path: Path) -> None:
     """Of the answers, most have two targets and some 21, and so gradients and losses weigh by targets."""
     lengths = [1 if number % 3 else 20 for number in range(400)]

@@ -190,6 +190,21 @@ def write(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         ),
         ("=5", "--set '=5': expected KEY=VALUE, such as training.steps=100"),
         ("training..steps=5", "--set 'training..steps=5': expected KEY=VALUE"),
+        ("model.boundary={}", "model.boundary: rank=None and maxout=None: give one of them, or leave boundary out"),
+        ("model.boundary={rank: 8, maxout: 2}", "model.boundary: rank=8 and maxout=2: give one of them"),
+        (
+            "model={pretrained: ./model, boundary: {rank: 8}}",
+            "model: boundary is for models that begin with random weights, and pretrained='./model' has learnt to "
+            "write whole hidden states: leave one out",
+        ),
+        (
+            "model={pretrained: ./model, adapter: {}, boundary: {rank: 8}}",
+            "model: boundary is for models that are trained whole, and adapter trains none: leave one out",
+        ),
+        (
+            "model={pretrained: ./model, adapter: {}, base: nf4, boundary: {rank: 8}}",
+            "model: boundary is for models that are trained whole, and base=nf4 is of a frozen one",
+        ),
         ("speed=1", "speed: unknown key: remove it or correct its spelling"),
         ("training.steps", "--set 'training.steps': expected KEY=VALUE, such as training.steps=100"),
         ("name.first=x", "--set 'name.first=x': 'name' is no section"),

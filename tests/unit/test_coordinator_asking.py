@@ -154,10 +154,10 @@ def test_local_asks_before_the_run_and_after_it(tmp_path, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(Questions, "ask", lambda _, model, revision="main": asked.append(Path(model).name) or ["Yes."])
 
-    def run_local(*_: object, **__: object) -> SimpleNamespace:
+    def run_local(manifest: object, *_: object, **__: object) -> SimpleNamespace:
         assert asked == ["base"]
         watch = SimpleNamespace(lines=[{"optimizer_step": 1, "loss": 2.0}], validation_loss=None)
-        return SimpleNamespace(watch=watch, model_folder=tmp_path / "model")
+        return SimpleNamespace(watch=watch, manifest=manifest, model_folder=tmp_path / "model")
 
     monkeypatch.setattr("coordinator.commands.runs.configure_logging", lambda level: None)
     monkeypatch.setattr("coordinator.run.local.run_local", run_local)

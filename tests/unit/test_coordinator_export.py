@@ -61,16 +61,18 @@ def trainers_of(family="gpt2", share_layers=False, model=None, **data):
     return [StageTrainer(ResolvedManifest.of(manifest), spec) for spec in ResolvedManifest.of(manifest).specs]
 
 
+def save(trainers, url, round_number):
+    states = [StageState(round_number=round_number, history_hash="x", tensors=trainer.state()) for trainer in trainers]
+    CheckpointStore(url).save(round_number, trainers[0].manifest, states)
+
+
 def train_and_save(trainers, url, num_steps):
     """Returns the logits after each step."""
     logits = []
     for round_number in range(1, num_steps + 1):
         for trainer in trainers:
             trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
-        states = [
-            StageState(round_number=round_number, history_hash="x", tensors=trainer.state()) for trainer in trainers
-        ]
-        CheckpointStore(url).save(round_number, trainers[0].manifest, states)
+        save(trainers, url, round_number)
         hidden = sample()
         with torch.no_grad():
             for trainer in trainers:
@@ -132,6 +134,31 @@ def test_adapters_are_exported_alone_or_within_their_base(merge, tmp_path, monke
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(sample()).logits, logits[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_with_few_values_at_its_boundaries_is_exported_as_the_plain_model(tmp_path, monkeypatch):
+    trainers = trainers_of(model={"config": CONFIGS["llama"], "boundary": {"rank": 4}})
+    for trainer in trainers:
+        trainer.apply([torch.ones_like(mean) for mean in trainer.mean_gradients()])
+    save(trainers, str(tmp_path / "checkpoints"), 1)
+    passed = None
+    for trainer in trainers:
+        passed = trainer.predict(sample(), passed)
+    run(monkeypatch, "--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model")
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(sample()).logits[:, -1], passed, rtol=0, atol=1e-5)
+    assert "rank 4" in ModelCard.load(tmp_path / "model" / "README.md").text
+
+
+def test_maxout_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    model = {"config": CONFIGS["gpt2"], "boundary": {"maxout": 2}}
+    save(trainers_of(model=model), str(tmp_path / "checkpoints"), 1)
+    options = ["--checkpoint", tmp_path / "checkpoints", "--output", tmp_path / "model"]
+    line = one_line_of(monkeypatch, capsys, *options)
+    assert "model.boundary.maxout has layers at the boundaries that no Hugging Face model has" in line
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_run_without_adapters_has_nothing_to_merge(tmp_path, monkeypatch, capsys):

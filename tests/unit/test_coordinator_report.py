@@ -258,7 +258,7 @@ def local_run(tmp_path, monkeypatch):
         options.output.mkdir()
         write_run(options.output)
         watch = SimpleNamespace(lines=[{"optimizer_step": 30, "loss": 2.0}], validation_loss=4.5)
-        return SimpleNamespace(watch=watch, model_folder=options.output / "model")
+        return SimpleNamespace(watch=watch, manifest=manifest, model_folder=options.output / "model")
 
     monkeypatch.setattr("coordinator.run.local.run_local", run_local)
     options = ["--output", str(tmp_path / "out"), "--no-dashboard"]

@@ -38,6 +38,10 @@ def family_class(model_type: object) -> type[Family]:
     return FAMILIES[model_type]
 
 
-def family_of(config: PretrainedConfig) -> Family:
-    """The family of a config that parse_model_config returned."""
-    return family_class(config.model_type)(config)
+def family_of(config: PretrainedConfig, write_width: int | None = None) -> Family:
+    """The family of a config that parse_model_config returned.
+
+    Args:
+        write_width: see Family
+    """
+    return family_class(config.model_type)(config, write_width)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from swarm_peer.model.families.narrow import narrow_writes
+
 # transformers' own fallback, used where a config sets initializer_range to 0.
 DEFAULT_STD = 0.02
 
@@ -114,6 +116,9 @@ class Cost:
 class Family(ABC):
     """One model family, for one config.
 
+    Args:
+        write_width: if given, embeddings and layers write only so many values of the residual stream, the first ones
+
     Attributes:
         config_class: its `model_type` is the family's name
         model_class: the Hugging Face model whose state dict the names of modules follow
@@ -121,6 +126,9 @@ class Family(ABC):
         body: name of the module that holds all but the head
         layers: name of the layers' list within the body
         norm: name of the last normalisation within the body
+        tokens: name of the tokens' embedding within the body
+        writes: names, within a layer, of the products whose results are added to the residual stream as they are; none
+            where that is not so, and a write_width has no meaning
         kinds: of layers that the family may have, by transformers' names
         norm_weight: initial weight of a normalisation, with which it changes no scale
         carried_keys: further CARRIED_KEYS of this family
@@ -140,6 +148,8 @@ class Family(ABC):
     body: ClassVar[str]
     layers: ClassVar[str]
     norm: ClassVar[str]
+    tokens: ClassVar[str]
+    writes: ClassVar[tuple[str, ...]] = ()
     kinds: ClassVar[tuple[str, ...]] = ("full_attention",)
     norm_weight: ClassVar[float] = 1.0
     carried_keys: ClassVar[frozenset[str]] = frozenset()
@@ -158,8 +168,9 @@ class Family(ABC):
     shape_keys: ClassVar[tuple[str, ...]]
     widths: ClassVar[tuple[str, ...]]
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: PretrainedConfig, write_width: int | None = None):
         self.config = config
+        self.write_width = write_width
 
     # --- the config
 
@@ -211,7 +222,16 @@ class Family(ABC):
 
     def build_layer(self, index: int) -> nn.Module:
         """One layer, which layer_arguments() of its kind are for."""
-        return self.layer_class(self.config, layer_idx=index)
+        layer = self.layer_class(self.config, layer_idx=index)
+        if self.write_width is not None:
+            narrow_writes(layer, self.writes, self.write_width)
+        return layer
+
+    @property
+    def embedding_width(self) -> int:
+        """Values of a token that embeddings hold."""
+        size: int = self.config.hidden_size
+        return size if self.write_width is None else self.write_width
 
     def hollow_layer(self, index: int) -> nn.Module:
         """One layer whose parameters are shapes alone."""
@@ -224,7 +244,7 @@ class Family(ABC):
 
     @abstractmethod
     def embed(self, body: nn.Module, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
-        """Token ids (int64) to hidden_BTD.
+        """Token ids (int64) to hidden_BTD, or to the values of it that embeddings hold.
 
         Args:
             positions_BT: of the tokens in their documents, where a sample has several; else in their samples

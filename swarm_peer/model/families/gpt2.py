@@ -19,7 +19,8 @@ class GPT2Family(Family):
     """GPT-2, as transformers has it."""
 
     config_class, model_class, layer_class = GPT2Config, GPT2LMHeadModel, GPT2Block
-    body, layers, norm = "transformer", "h", "ln_f"
+    body, layers, norm, tokens = "transformer", "h", "ln_f", "wte"
+    writes = ("attn.c_proj", "mlp.c_proj")
     carried_keys = frozenset({"n_ctx"})
     fixed_values: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "add_cross_attention": (False, "there is no encoder to attend to"),
@@ -48,8 +49,8 @@ class GPT2Family(Family):
     def build_embeddings(self) -> dict[str, nn.Module]:
         """Tokens, positions, and the dropout behind their sum."""
         return {
-            "wte": nn.Embedding(self.config.vocab_size, self.config.hidden_size),
-            "wpe": nn.Embedding(self.config.max_position_embeddings, self.config.hidden_size),
+            "wte": nn.Embedding(self.config.vocab_size, self.embedding_width),
+            "wpe": nn.Embedding(self.config.max_position_embeddings, self.embedding_width),
             "drop": nn.Dropout(self.config.embd_pdrop),
         }
 

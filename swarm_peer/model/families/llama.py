@@ -12,6 +12,7 @@ class LlamaFamily(RotaryFamily):
     """Llama, as transformers has it."""
 
     config_class, model_class, layer_class = LlamaConfig, LlamaForCausalLM, LlamaDecoderLayer
+    writes = ("self_attn.o_proj", "mlp.down_proj")
     norm_class, rotary_class = LlamaRMSNorm, LlamaRotaryEmbedding
     carried_keys = RotaryFamily.carried_keys | {"rope_interleaved", "is_llama_config", "max_sequence_length"}
     sizes = (*RotaryFamily.sizes, "head_dim")

@@ -22,7 +22,7 @@ class RotaryFamily(Family):
 
     norm_class: ClassVar[type[nn.Module]]
     rotary_class: ClassVar[type[nn.Module]]
-    body, layers, norm = "model", "layers", "norm"
+    body, layers, norm, tokens = "model", "layers", "norm", "embed_tokens"
     carried_keys = frozenset({"rope_theta", "rope_scaling"})
     sizes = (*Family.sizes, "intermediate_size", "num_key_value_heads")
     multiples = (*Family.multiples, ("num_attention_heads", "num_key_value_heads"))
@@ -63,7 +63,7 @@ class RotaryFamily(Family):
 
     def build_embeddings(self) -> dict[str, nn.Module]:
         """Tokens alone: positions are the layers' business."""
-        return {"embed_tokens": nn.Embedding(self.config.vocab_size, self.config.hidden_size, self.config.pad_token_id)}
+        return {"embed_tokens": nn.Embedding(self.config.vocab_size, self.embedding_width, self.config.pad_token_id)}
 
     def build_norm(self) -> nn.Module:
         """An RMSNorm of the family's own class."""

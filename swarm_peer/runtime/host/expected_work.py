@@ -21,14 +21,14 @@ def works_of(resolved: ResolvedManifest, device_type: str) -> tuple[StageWork, .
 
 
 def _stage_work(resolved: ResolvedManifest, spec: StageSpec, costs: StageCosts) -> StageWork:
-    manifest, length, hidden_size = resolved.manifest, resolved.manifest.data.sequence_length, resolved.hidden_size
+    manifest, length, width = resolved.manifest, resolved.manifest.data.sequence_length, resolved.boundary_width
     return StageWork(
         layers=len(spec.layers),
         parameters=costs.parameters,
         trained=costs.trained,
         flops=float(costs.flops * length),
-        activation_bytes=0.0 if spec.is_last else hop_bytes(length, hidden_size, manifest.wire.activations),
-        gradient_bytes=0.0 if spec.is_first else hop_bytes(length, hidden_size, manifest.wire.gradients, False),
+        activation_bytes=0.0 if spec.is_last else hop_bytes(length, width, manifest.wire.activations),
+        gradient_bytes=0.0 if spec.is_first else hop_bytes(length, width, manifest.wire.gradients, False),
         averaging_bytes=find_codec(manifest.averaging.compression).num_bytes(costs.trained),
         memory=costs.memory,
         host_bytes=costs.host_bytes,

@@ -282,7 +282,7 @@ class StageExecutor:
         # The round may have ended since this microbatch came: no round waits for queries, and a rewind for nothing.
         if entered.step.weights_version != trainer.weights_version:
             raise RoundClosed(f"the weights of round {entered.number} have changed", entered.number + 1)
-        shape = num_samples, length, _ = microbatch.hidden_shape(self._resolved)
+        shape = num_samples, length, _ = microbatch.passed_shape(self._resolved)
         num_tokens = length + (microbatch.mode != "predict")
         graph: ForwardPass | None = None
         with out_of_memory_fails_hop():
@@ -325,7 +325,7 @@ class StageExecutor:
         if not trainer.spec.is_last:
             assert result.grad is not None
             with out_of_memory_fails_hop():
-                grad_BTD = decode(result.grad, microbatch.hidden_shape(self._resolved), codec, trainer.device)
+                grad_BTD = decode(result.grad, microbatch.passed_shape(self._resolved), codec, trainer.device)
         counts, held = microbatch.id not in entered.counted, trainer.num_samples
         try:
             with out_of_memory_fails_hop():

@@ -64,9 +64,9 @@ class Microbatch:
         """Whether an observer sent it, so that no round waits for it."""
         return self.mode in QUERIES
 
-    def hidden_shape(self, resolved: ResolvedManifest) -> tuple[int, int, int]:
-        """The shape (B, T, D) of its hidden states."""
-        return self.num_samples, self.length or resolved.manifest.data.sequence_length, resolved.hidden_size
+    def passed_shape(self, resolved: ResolvedManifest) -> tuple[int, int, int]:
+        """The shape (B, T, W) of what passes the boundary between stages."""
+        return self.num_samples, self.length or resolved.manifest.data.sequence_length, resolved.boundary_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class HopResult:
     """The result of a microbatch at one stage and all later ones.
 
     Attributes:
-        grad: in training, the encoded gradient (B, T, D) with respect to the stage's input
+        grad: in training, the encoded gradient (B, T, W) with respect to the stage's input
         logits: in mode predict, encoded (B, V), fp32
         peer: the peer of the next stage that replied; None if this peer computed the result
         base: heads of the stages that have computed it
@@ -241,7 +241,7 @@ class StageClient:
     def _check(self, peer: Life, reply: Reply, microbatch: Microbatch) -> tuple[HopResult, float]:
         body = check_body(MicrobatchReply, reply.body)
         if microbatch.mode == "train":
-            shape = microbatch.hidden_shape(self._resolved)
+            shape = microbatch.passed_shape(self._resolved)
             grad = _only_tensor(reply, encoded_bytes(shape, self._manifest.wire.gradients))
             receipt = self._work.decode_receipt(body.receipt, peer.peer_id) if self._work is not None else None
             return HopResult(body.loss_sum, grad, peer=peer, base=body.base, receipt=receipt), body.samples_per_s

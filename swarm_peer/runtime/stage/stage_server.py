@@ -204,7 +204,7 @@ class StageServer:
             raise InvalidMessage(f"logits for {call.num_samples} samples are more than {MAX_LOGITS_BYTES} bytes")
         expected = [4 * call.num_samples * (call.length + (call.mode != "predict"))]
         if call.stage > 0:
-            shape = (call.num_samples, call.length, self._resolved.hidden_size)
+            shape = (call.num_samples, call.length, self._resolved.boundary_width)
             expected.append(encoded_bytes(shape, self._manifest.wire.activations))
         sizes = [tensor.nbytes for tensor in tensors]
         if sizes != expected:
