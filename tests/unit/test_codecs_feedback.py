@@ -154,7 +154,7 @@ async def test_members_come_to_the_average_of_one_process_round_after_round(code
     """One is missing in a round, one has nothing to bring but what is left over, and nobody has anything in another."""
     monkeypatch.setattr(parts, "MAX_PART_VALUES", 2 * CHUNK_SIZE)
     async with MemoryNetwork() as network:
-        members = Members(network, "streamed", "topk_2bit")
+        members = Members(network, "topk_2bit", kind="streamed")
         await members.serve()
         num_values = members.averagers[0].num_values
         own, reference = ({peer: ErrorFeedback(num_values) for peer in members.ids} for _ in range(2))
@@ -186,7 +186,7 @@ async def test_members_come_to_the_average_of_one_process_round_after_round(code
 
 async def test_a_member_alone_sends_nothing_and_leaves_nothing_over():
     async with MemoryNetwork() as network:
-        members = Members(network, "streamed", "topk_2bit")
+        members = Members(network, "topk_2bit", kind="streamed")
         feedback = ErrorFeedback(members.averagers[0].num_values)
         feedback.begin_try("first", 0, PLAIN).after.add_(2.0)
         feedback.settle("first", 0, is_member=True)

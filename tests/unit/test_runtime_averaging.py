@@ -54,7 +54,9 @@ def gradients_of(number: int, round_number: int) -> list[torch.Tensor]:
 class Members:
     """Three peers of one stage on a network without wires."""
 
-    def __init__(self, network: MemoryNetwork, kind: str, codec: str = "none", chunk_timeout_s: float = 10.0):
+    def __init__(
+        self, network: MemoryNetwork, codec: str = "none", chunk_timeout_s: float = 10.0, kind: str = "hivemind"
+    ):
         self.network = network
         self.averagers: list[GradientAverager] = []
         self.transports = []
@@ -116,7 +118,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def members(request: pytest.FixtureRequest, kind: str) -> AsyncIterator[Members]:
     codec, _, chunk_timeout_s = getattr(request, "param", "none").partition(":")
     async with MemoryNetwork() as network:
-        started = Members(network, kind, codec, float(chunk_timeout_s or 10))
+        started = Members(network, codec, float(chunk_timeout_s or 10), kind)
         await started.serve()
         yield started
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 
@@ -199,7 +198,7 @@ class P2PTransport(Transport):
         self._max_payload_bytes = max_payload_bytes
         self._metrics = metrics
         self._link = link or Link()
-        self._exchanged = ExchangedRecord(time.monotonic)
+        self._exchanged = ExchangedRecord(anyio.current_time)
         self._tasks = tasks
         self._connections: dict[str, _Connection] = {}
         self._callers: dict[str, _Caller] = {}
@@ -270,10 +269,10 @@ class P2PTransport(Transport):
             self._tasks.start_soon(self._run_connection, peer_id, callee, connection)
         try:
             with anyio.fail_after(timeout_s):
-                began_s = time.monotonic()
+                began_s = anyio.current_time()
                 reply = await connection.call(body, tensors)
                 num_bytes = num_bytes_of(tensors) + num_bytes_of(reply.tensors)
-                self._exchanged.called(peer_id, time.monotonic() - began_s, num_bytes)
+                self._exchanged.called(peer_id, anyio.current_time() - began_s, num_bytes)
                 return reply
         except TimeoutError:
             raise CallTimeout(f"{peer_id} did not answer within {timeout_s:.1f} s") from None
