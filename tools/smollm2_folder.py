@@ -48,6 +48,8 @@ def convert(file: Path, folder: Path) -> None:
     plain.load_state_dict(read.state_dict())
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors gives its file to its owner alone
 
 
 if __name__ == "__main__":

@@ -383,7 +383,7 @@ async def test_what_is_exchanged_with_each_neighbour_is_counted() -> None:
         [found] = transport.busiest(6)
         seconds = time.monotonic() - began_s
         assert found.peer_id == peer_id
-        assert 0 < found.round_trip_s < seconds
+        assert 0 <= found.round_trip_s <= seconds + 0.001, "the clock of an event loop counts milliseconds"
         assert found.bytes_per_s > 0
         assert callee.transport.busiest(6) == (), "it has called nobody"
 

@@ -293,17 +293,17 @@ class Meetings:
                 ends = await punch(self._pipes.door[1], others)
         except TimeoutError:
             raise CallTimeout("nobody has answered") from None
-        if self._me > name:  # of the two, one begins
-            self._tasks.start_soon(self._pipes.accept, name, await self._pipes.knock(), ends, None)
-            return
-        log.info("way_changes peer=%s from=%s to=direct, TCP from both ends", name, way)
         try:
+            if self._me > name:  # of the two, one begins
+                self._tasks.start_soon(self._pipes.accept, name, await self._pipes.knock(), ends, None)
+                return
+            log.info("way_changes peer=%s from=%s to=direct, TCP from both ends", name, way)
             with on_network(CONNECT_S, errors=(Exception,)):
                 await self._p2p.disconnect(name)
+            await self._pipes.dial(name, ends, None)
         except BaseException:
             ends.writer.close()
             raise
-        await self._pipes.dial(name, ends, None)
 
     async def _connect(self, name: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Have the daemon dial a node, which may dial this one meanwhile; returns once they are connected.
