@@ -209,6 +209,9 @@ class Leader:
     def take_head(self, sender: Seat, head: Head) -> Committed | None:
         """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
         found = self.others.take(sender, head)
+        for committed in head.committed:
+            if self._member.log.is_contradicted(committed.entry, self._context.lag):
+                self.take_evidence(committed)
         return found if self.is_synced else None
 
     def take_evidence(self, committed: Committed) -> None:

@@ -423,7 +423,7 @@ class Log:
         return self.head_before(max(number - lag, first)) if number >= first else None
 
     def lacks_what_made(self, evidence: Committed, epoch: Epoch, num_stages: int, lag: int) -> bool:
-        """Whether an entry of another stage was computed from one that this log lacks, so that entries are lost.
+        """Whether entries are lost: one of another stage was made from what this log lacks, or contradicts its own.
 
         Args:
             epoch: in which it was agreed
@@ -435,8 +435,14 @@ class Log:
         # A certificate of an epoch that is over by now proves nothing: few tickets may have been there then.
         if newest is not None and cut.epoch < newest:
             return False
-        is_agreed = evidence.entry.is_agreed(evidence.agreement, epoch)
-        return is_agreed and is_lacking(self, cut.base[self.stage], cut.round - lag)
+        is_lost = is_lacking(self, cut.base[self.stage], cut.round - lag) or self.is_contradicted(evidence.entry, lag)
+        return is_lost and evidence.entry.is_agreed(evidence.agreement, epoch)
+
+    def is_contradicted(self, entry: Entry, lag: int) -> bool:
+        """Whether another stage has an entry, of a later epoch, in the place of one that this log was made from."""
+        number, stage, own = entry.cut.round + 1 + lag, entry.cut.stage, ((), (entry.hash,))
+        cuts = [each.entry.cut for each in self.since(number)[:1] if each.entry.cut.round == number]
+        return any(cut.base[stage : stage + 1] not in own and cut.epoch < entry.cut.epoch for cut in cuts)
 
     def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
         """Whether each entry follows the one before, and was committed; those that are known need no look.
