@@ -99,7 +99,7 @@ class ErrorFeedback:
 
     def drop(self) -> None:
         """Forget the leftover, and all tries."""
-        self._leftover = None
+        self._leftover, self._settled = None, -1  # the log that follows may have earlier rounds
         self._tries.clear()
 
 

@@ -24,7 +24,7 @@ from swarm_peer.codecs.base import Codec, is_finite
 
 # Values of which the largest are kept.
 CHUNK_SIZE = 4096
-# So many of them; a multiple of 4.
+# So many are kept; a multiple of 4.
 KEPT = 1024
 
 
@@ -71,10 +71,10 @@ class TopK2Bit(Codec):
         codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 1).view(num_chunks, self._kept)
         kept = torch.where((codes & 1).bool(), levels[:, 1:], levels[:, :1])
         kept = torch.where(codes > 1, -kept, kept)
-        # A sender may have set more bits than it has codes, or fewer.
-        if (np.bitwise_count(bits.view(num_chunks, -1).numpy()).sum(1) != self._kept).any():
-            return torch.full((num_values,), math.nan, device=raw.device)
         is_kept = torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little")).bool()
+        # A sender may have set more bits than it has codes, or fewer.
+        if (is_kept.view(num_chunks, -1).sum(1) != self._kept).any():
+            return torch.full((num_values,), math.nan, device=raw.device)
         values = torch.zeros(len(is_kept)).scatter_(0, _places(is_kept), kept.view(-1))
         return values[:num_values].to(raw.device)
 

@@ -333,9 +333,8 @@ def _host_bytes(stage: _Stage) -> float:
         averaging += 2 * FP32_BYTES * trained  # what is left over, and what a try of an average leaves over
     averaging += 0 if stage.adapters is None else FP32_BYTES * trained  # the initial ones
     kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * trained
-    state = state_bytes(
-        manifest, trained, stage.optimizer_bytes
-    )  # one copy: a snapshot that is being written, or for a newcomer
+    # One copy: a snapshot that is being written, or for a newcomer.
+    state = state_bytes(manifest, trained, stage.optimizer_bytes)
     microbatches = manifest.training.global_batch_size // manifest.training.microbatch_size
     replies = 0 if stage.spec.is_first else min(REPLIES_KEPT * manifest.limits.max_in_flight, microbatches)
     return averaging + kept + state + replies * find_codec(manifest.wire.gradients).num_bytes(stage.passed_values)

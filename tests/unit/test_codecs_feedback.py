@@ -392,3 +392,13 @@ def test_memory_is_counted_for_what_is_left_over(name):
     without, with_it = (stage_costs(ResolvedManifest.of(manifest), "cuda") for manifest in manifests)
     for less, more in zip(without, with_it, strict=True):
         assert more.host_bytes - less.host_bytes == 8 * more.trained
+
+
+def test_a_log_in_the_place_of_another_may_have_its_rounds_once_more():
+    feedback = ErrorFeedback(2)
+    feedback.begin_try("a", 5, "sign").after.fill_(1.0)
+    assert feedback.settle("a", 5, is_member=True)
+    feedback.drop()
+    feedback.begin_try("b", 4, "sign").after.fill_(2.0)
+    assert feedback.settle("b", 4, is_member=True)
+    assert feedback.leftover.tolist() == [2.0, 2.0]

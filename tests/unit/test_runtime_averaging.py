@@ -466,6 +466,19 @@ def test_hivemind_gets_plain_numbers_whatever_a_sender_has_quantised(codec: str,
         assert refused in ("", f"tensor of shape ({length},) holds non-finite numbers")
 
 
+@pytest.mark.parametrize("members", ["none", "blockwise_8bit"], indirect=True)
+async def test_a_sum_that_is_not_finite_fails_the_round_and_no_member(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of a liar is finite."""
+    largest = [torch.full(shape, 3e38) for shape in SHAPES]
+    monkeypatch.setitem(globals(), "gradients_of", lambda number, round_number: largest)
+    outcomes = await members.average(0, [0, 1, 2])
+    assert all(isinstance(outcome, str) for outcome in outcomes)
+    monkeypatch.undo()
+    check_equals_mean(await members.average(1, [0, 1, 2]), 1, 0.03)
+
+
 @pytest.mark.parametrize(("num_members", "most"), [(2, 2**19), (16, 2**18), (64, 2**16), (1000, 4194)])
 def test_the_more_members_the_smaller_are_parts(num_members, most):
     assert 0.9 * most < parts.part_values(10**9, num_members) <= most

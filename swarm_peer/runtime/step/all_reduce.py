@@ -187,7 +187,11 @@ class AllReduce:
     async def _average(self, number: int) -> None:
         arrived = self._arrived[number]
         seed = rounding_seed(self._group, self._me, number)
-        average = await self._threads.run(self._mean, number, arrived, seed)
+        try:
+            average = await self._threads.run(self._mean, number, arrived, seed)
+        except OverflowError as error:  # each number was finite, and their sum is not
+            self.fail(f"the average of part {number} cannot be sent: {error}")
+            return
         self._averages[number] = average, len(self._parts)
         arrived.clear()
         self._has_average()
@@ -234,12 +238,15 @@ class AllReduce:
     async def _send_part(self, member: str, number: int, part: torch.Tensor, is_back: anyio.Event) -> None:
         """Replace a part by its average, which its member makes."""
         seed = rounding_seed(self._group, self._me, member, number)
-        encoded = await self._threads.run(encode_part, part, self._codec, seed, self._leftover_of(member, number))
         try:
+            encoded = await self._threads.run(encode_part, part, self._codec, seed, self._leftover_of(member, number))
             data = await self._send(member, self._group, number, bytes_of(encoded))
             await self._threads.run(_decode_into, data, part, self._codec)
         except CallError as error:
             self.fail(f"{member}: {error}", member)
+            return
+        except OverflowError as error:
+            self.fail(f"part {number} for {member} cannot be sent: {error}")
             return
         is_back.set()
         self._has_average()
