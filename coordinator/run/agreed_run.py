@@ -187,8 +187,9 @@ class AgreedRun:
 
     @property
     def is_settled(self) -> bool:
-        """Whether each stage that has begun has peers, and those are there who vote: nothing but a word may be new."""
-        return not self._epoch.lost and not self._agreeing.membership.lacks_voters
+        """Whether each stage has peers, and those are there who vote: an epoch with a word has nothing else new."""
+        has_all = all(self._epoch.roster(stage) for stage in range(self._rules.num_stages))
+        return has_all and not self._agreeing.membership.lacks_voters
 
     def say_decay(self, decay: Decay) -> None:
         """Have the run decay, by the run key."""

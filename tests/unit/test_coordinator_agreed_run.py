@@ -88,6 +88,16 @@ async def test_a_run_begins_with_an_epoch_that_peers_are_told(tmp_path):
         assert (made.run.watch.optimizer_step, made.run.watch.begun_at) == (0, 0)
 
 
+async def test_a_word_waits_until_each_stage_has_peers(tmp_path):
+    """An epoch of the run key takes all stages for begun: one that nobody has served would be lost."""
+    async with MemoryNetwork() as network, begun(tmp_path, network) as made:
+        assert not made.agreed.is_settled
+        agreeing = made.agreed._agreeing
+        places = [*agreeing.membership.epoch.places, Place(0, Seat("a", 1, ""))]
+        agreeing.agreement.announce_by_key(places, BEGINNING)
+        assert made.agreed.is_settled
+
+
 @pytest.mark.parametrize("reached_round", [0, 7])
 async def test_what_another_coordinator_has_published_is_no_run_before_its_first_step(tmp_path, reached_round):
     record = TimelineRecord(first_round=0, first_optimizer_step=0, begun=1, reached_round=reached_round)

@@ -288,6 +288,21 @@ async def test_a_carried_connection_stays_where_nothing_better_is_found(fails, m
         assert not nodes[A]._p2p.redialled
 
 
+async def test_a_defect_while_a_better_way_is_looked_for_ends_no_ways(monkeypatch, caplog):
+    async def punch(addresses):
+        raise OSError("no descriptor is free")
+
+    without_udp(monkeypatch, punch)
+    net = Net(opens=False)
+    async with net.running() as nodes:
+        await nodes[A].reach(B, [])
+        await until(lambda: nodes[A].carriers and nodes[B].carriers)
+        await nodes[A]._improve()
+        assert "no descriptor is free" in caplog.text
+        assert nodes[A]._metrics.handler_defects._value.get() == 1
+        assert nodes[A].carriers
+
+
 async def test_an_owner_may_have_nothing_carried(monkeypatch, caplog):
     monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
     net = Net(opens=False)

@@ -161,6 +161,9 @@ class Meetings:
                     await self._punch_by(carrier.helper, name)
             except CallError as error:
                 log.debug("way_not_changed peer=%s reason=%s", name, error)
+            except Exception:  # a defect, or no descriptor is free: that must not end the ways of others
+                self._metrics.handler_defects.inc()
+                log.exception("way_not_changed peer=%s", name)
 
     def _in_own_task(self, serve: Callable[[str, str, Ends], Awaitable[None]]) -> StreamHandler:
         """A handler whose work ends with `run`."""
