@@ -54,12 +54,51 @@ class Brought:
     leftover: torch.Tensor | None = None
 
 
-class AllReduce:
-    """One averaging round of some members at this peer. Belongs to the event loop's thread.
+class AveragingRound:
+    """An averaging round, however it averages: it fails once, and takes each part once.
 
     Attributes:
         blamed: the members for which it has failed
     """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._failure: str | None = None
+        self.blamed: frozenset[str] = frozenset()
+        self._over = False
+        self._lengths: list[int] = []  # of the parts that this peer averages
+        self._claimed: set[tuple[str, int]] = set()
+
+    def fail(self, reason: str, member: str | None = None) -> None:
+        """Give the averaging round up. The first reason counts, and none after its end.
+
+        Args:
+            member: who is to blame, if anybody
+        """
+        if self._over:
+            return
+        if self._failure is None and member is not None:
+            self.blamed = frozenset({member})
+        self._failure = self._failure or reason
+        self._changed.notify()
+
+    def _claim(self, sender: str, part: int, tensors: Sequence[memoryview], senders: Collection[str]) -> None:
+        """Check a part that has come, before it is decoded.
+
+        Raises:
+            InvalidMessage: the sender is none of these, or the part does not fit or has come before
+        """
+        if sender not in senders:
+            raise InvalidMessage("only members of an averaging round send parts")
+        if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
+            reason = f"part {part} of {len(tensors)} tensors is not averaged here, has come before, or is not one"
+            self.fail(f"{sender}: {reason}", sender)
+            raise InvalidMessage(reason)
+        self._claimed.add((sender, part))
+
+
+class AllReduce(AveragingRound):
+    """One averaging round of some members at this peer. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -77,23 +116,19 @@ class AllReduce:
             timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
+        super().__init__()
         self._group = group
         self._me = me
         self._codec = find_codec(brought.codec)
         self._timeout_s = timeout_s
         self._threads = threads
         self._send = send
-        self._changed = Condition()
-        self._failure: str | None = None
-        self.blamed: frozenset[str] = frozenset()
-        self._over = False
         self._weights, self._total = dict(sorted(brought.weights.items())), brought.total
         self._parts = _by_member(self._weights, brought.values)
         self._leftovers = None if brought.leftover is None else _by_member(self._weights, brought.leftover)
         self._num_left = sum(map(len, self._parts.values()))  # parts of which this peer does not have the average yet
         self._own = self._parts.pop(me)
         self._lengths = [len(part) for part in self._own]
-        self._claimed: set[tuple[str, int]] = set()
         self._num_arrived = dict.fromkeys(self._parts, 0)
         # The parts of others that wait to be added, by number and sender; and the averages as they travel, with the
         # number of members that have yet to take them.
@@ -122,19 +157,6 @@ class AllReduce:
             self._arrived.clear()
         return self._failure
 
-    def fail(self, reason: str, member: str | None = None) -> None:
-        """Give the averaging round up. The first reason counts, and none after its end.
-
-        Args:
-            member: who is to blame, if anybody
-        """
-        if self._over:
-            return
-        if self._failure is None and member is not None:
-            self.blamed = frozenset({member})
-        self._failure = self._failure or reason
-        self._changed.notify()
-
     async def take(self, sender: str, part: int, tensors: Sequence[memoryview]) -> memoryview:
         """Check a part that has come, and wait for its average.
 
@@ -142,13 +164,7 @@ class AllReduce:
             InvalidMessage: the sender is no member, or the part does not fit or has come before
             NotServing: the averaging round was given up
         """
-        if sender not in self._parts:
-            raise InvalidMessage("only members of an averaging round send parts")
-        if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
-            reason = f"part {part} of {len(tensors)} tensors is not averaged here, has come before, or is not one"
-            self.fail(f"{sender}: {reason}", sender)
-            raise InvalidMessage(reason)
-        self._claimed.add((sender, part))
+        self._claim(sender, part, tensors, self._parts)
         try:
             values = await self._threads.run(decode_values, tensors[0], self._lengths[part], self._codec)
         except InvalidMessage as error:

@@ -31,7 +31,7 @@ from swarm_peer.codecs.parts import encode_part, part_values
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
-from swarm_peer.runtime.step.all_reduce import FEWEST_IN_FLIGHT, Brought, decode_values, parts_to_send
+from swarm_peer.runtime.step.all_reduce import FEWEST_IN_FLIGHT, AveragingRound, Brought, decode_values, parts_to_send
 from swarm_peer.wire.codecs import bytes_of, rounding_seed
 
 log = logging.getLogger(__name__)
@@ -40,12 +40,8 @@ log = logging.getLogger(__name__)
 CLEANUP_S = 1.0
 
 
-class HivemindAllReduce:
-    """One averaging round of some members at this peer. Belongs to the event loop's thread.
-
-    Attributes:
-        blamed: the members for which it has failed
-    """
+class HivemindAllReduce(AveragingRound):
+    """One averaging round of some members at this peer. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -63,16 +59,13 @@ class HivemindAllReduce:
             timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
+        super().__init__()
         self._group = group
         self._me = me
         self._codec = find_codec(brought.codec)
         self._threads = threads
         self._send = send
-        self._changed = Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: str | None = None
-        self.blamed: frozenset[str] = frozenset()
-        self._over = False
         self._weights = brought.weights
         members = sorted(brought.weights)
         num_values = part_values(len(brought.values), len(members))
@@ -98,7 +91,6 @@ class HivemindAllReduce:
         self._runner.tensor_part_reducer.finished.set()  # it would complain that nothing came
         self._runner.tensor_part_reducer = self._reducer
         self._arrived: dict[str, dict[int, Any]] = {peer: {} for peer in members if peer != me}
-        self._claimed: set[tuple[str, int]] = set()
         self._done: dict[str, int] = dict.fromkeys(self._arrived, 0)  # averages that are ready for each sender
 
     async def run(self, timeout_s: float) -> str | None:
@@ -118,19 +110,6 @@ class HivemindAllReduce:
                 await self._close()
         return self._failure
 
-    def fail(self, reason: str, member: str | None = None) -> None:
-        """Give the averaging round up. The first reason counts, and none after its end.
-
-        Args:
-            member: who is to blame, if anybody
-        """
-        if self._over:
-            return
-        if self._failure is None and member is not None:
-            self.blamed = frozenset({member})
-        self._failure = self._failure or reason
-        self._changed.notify()
-
     async def take(self, sender: str, part: int, tensors: Sequence[memoryview]) -> memoryview:
         """Check a part that has come, and wait for its average.
 
@@ -138,13 +117,7 @@ class HivemindAllReduce:
             InvalidMessage: the sender is no member, or the part does not fit or has come before
             NotServing: the averaging round was given up
         """
-        if sender not in self._done:
-            raise InvalidMessage("only members of an averaging round send parts")
-        if part >= len(self._lengths) or (sender, part) in self._claimed or len(tensors) != 1:
-            reason = f"part {part} of {len(tensors)} tensors is not averaged here, has come before, or is not one"
-            self.fail(f"{sender}: {reason}", sender)
-            raise InvalidMessage(reason)
-        self._claimed.add((sender, part))
+        self._claim(sender, part, tensors, self._done)
         try:
             weight, length = self._weights[sender], self._lengths[part]
             message = await self._threads.run(_decode, tensors[0], length, self._codec, weight, self._group)
