@@ -22,6 +22,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.movers import Movers, Note, OpenMove
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, rebalance
 from swarm_peer.policy.placement.throughput_validation import RecentSpeeds, believed
+from swarm_peer.policy.placement.ways import waiting
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView, SwarmView
 
 # Measured speeds wander by some percent, so a smaller gain than this is not worth a move where a stage has one peer.
@@ -105,6 +106,8 @@ class LiveRebalancer:
             what there is to say of it
         """
         notes = self.movers.follow(view, now_s)
+        waits = waiting(view)
+        view = replace(view, peers=tuple(peer for peer in view.peers if peer.peer_id not in waits))
         if now_s in self.movers.refused_s.values():
             self._promised = None
         view = self.movers.placed(self._speeds.observe(view), self._params.stage_costs, self._speeds.is_measured)

@@ -25,7 +25,7 @@ from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.peer_addresses import is_dialable, is_tcp_address
-from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
+from swarm_peer.wire.records import MAX_ADDRESSES, MAX_UNREACHED, Announcement, stage_key
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +260,7 @@ class Directory:
             is_reachable=me.is_reachable,
             relays=me.relays,
             neighbours=me.neighbours,
+            unreached=me.unreached[:MAX_UNREACHED],
             incarnation=me.incarnation,
             name=me.name,
             time_shares=me.time_shares,

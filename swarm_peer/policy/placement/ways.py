@@ -1,0 +1,93 @@
+"""Who has no way to whom, which places that rules out, and whose open port would help most.
+
+Two peers behind routers may find no way to each other, not even through a third one. Stage-mates all average with each
+other, and a microbatch needs some peer of each stage. So a peer *lacks* somebody in a stage if it has no way to one of
+its stage-mates there, or none to any peer of a neighbouring stage. A peer that lacks somebody waits, and takes no place:
+then no round waits for two that cannot talk. What is known of ways is what peers have found out themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
+
+Ids = set[str] | frozenset[str]
+Missing = Mapping[str, set[str]]
+
+
+def lacked(stage: int, placed: Sequence[Collection[str]], without_way: Ids) -> frozenset[str]:
+    """The peers that somebody would need in a stage, and has no way to.
+
+    Args:
+        placed: the ids of the peers of each stage; itself may be among them
+        without_way: the ids of those to whom it has no way
+    """
+    if not without_way:
+        return frozenset()
+    needed = without_way.intersection(placed[stage])
+    for neighbour in (stage - 1, stage + 1):
+        if 0 <= neighbour < len(placed) and placed[neighbour] and without_way.issuperset(placed[neighbour]):
+            needed = needed.union(placed[neighbour])
+    return frozenset(needed)
+
+
+def missing_ways(peers: Iterable[PeerView]) -> dict[str, set[str]]:
+    """By peer, those to whom it has no way, by its own word or by theirs; without those that lack none."""
+    missing: dict[str, set[str]] = {}
+    for peer in peers:
+        for other in peer.unreached:
+            missing.setdefault(peer.peer_id, set()).add(other)
+            missing.setdefault(other, set()).add(peer.peer_id)
+    return missing
+
+
+def waiting(view: SwarmView) -> frozenset[str]:
+    """The peers that join a stage and lack somebody there, by their own word: they do not come before that changes."""
+    placed = [{peer.peer_id for peer in view.serving(stage)} for stage in range(view.num_stages)]
+    return frozenset(
+        peer.peer_id
+        for peer in view.peers
+        if peer.state is PeerState.JOINING
+        and peer.stage != UNDECIDED
+        and lacked(peer.stage, placed, frozenset(peer.unreached))
+    )
+
+
+def gives_way(me: str, stage: int, rosters: Sequence[Sequence[str]], missing: Missing) -> frozenset[str]:
+    """Those because of whom a peer gives up its place; none if it stays.
+
+    Of two stage-mates without a way, the one that came later goes. A peer that lacks a neighbouring stage goes if a
+    stage-mate does not. So the stage keeps somebody, and never two that have no way.
+
+    Args:
+        rosters: the ids of the peers that have a place in each stage, oldest first
+    """
+    mates = rosters[stage]
+    without_way = missing.get(me, set())
+    if before := without_way.intersection(mates[: mates.index(me)]):
+        return frozenset(before)
+    neighbours = lacked(stage, rosters, without_way).difference(mates)
+    has_none = (lacked(stage, rosters, missing.get(mate, set())) for mate in mates if mate != me)
+    return neighbours if neighbours and not all(has_none) else frozenset()
+
+
+def cut_off(placed: Sequence[set[str]], missing: Missing) -> int:
+    """How many peers lack somebody where they are."""
+    return sum(
+        bool(lacked(stage, placed, missing[peer_id]))
+        for stage, here in enumerate(placed)
+        for peer_id in missing.keys() & here
+    )
+
+
+def helpful_ports(me: str, lacks: Collection[str], missing: Missing) -> tuple[str, ...]:
+    """Of a peer and those that it lacks, those whose open port would make most missing ways good; several if alike."""
+
+    def num_ways(peer_id: str) -> int:
+        known = missing.get(peer_id, set())
+        return len(known | set(lacks) if peer_id == me else known | {me})
+
+    ends = sorted({me, *lacks})
+    most = max(map(num_ways, ends))
+    return tuple(end for end in ends if num_ways(end) == most)

@@ -1,0 +1,127 @@
+"""Whether this peer has the ways that its stage needs: it tries them, remembers what was in vain, and says what would help.
+
+What a peer needs, and who of two goes, stands in policy/placement/ways.py. Another peer's word moves nobody: each acts
+on what it has found out itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from swarm_peer.errors import CallError
+from swarm_peer.policy.placement.ways import gives_way, helpful_ports, lacked, missing_ways
+from swarm_peer.policy.plain_text import plain_text
+from swarm_peer.policy.view import ID_CHARS, SwarmView
+from swarm_peer.protocol.epochs import Epoch
+from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.dht import SwarmDHT
+from swarm_peer.runtime.network.directory import Directory
+from swarm_peer.runtime.network.peer_addresses import ports_of
+
+log = logging.getLogger(__name__)
+
+# A peer with a place gives it up once a way has been missing for so many lifetimes of an announcement: a connection may
+# break for a moment.
+PATIENCE = 2
+# Peers that a line names.
+MOST_NAMED = 4
+
+
+class NeededWays:
+    """The ways from this peer to those that it works with. Belongs to the event loop's thread.
+
+    Args:
+        epoch: the newest one: who has a place
+    """
+
+    def __init__(self, *, context: PeerContext, dht: SwarmDHT, directory: Directory, epoch: Callable[[], Epoch]):
+        self._me = context.identity.peer_id
+        self._clock = context.clock
+        self._patience_s = PATIENCE * context.resolved.manifest.limits.announcement_s
+        self._dht = dht
+        self._directory = directory
+        self._epoch = epoch
+        # By peer, the serial number of its announcement when it was first missed, and the time.
+        self._in_vain: dict[str, tuple[int, float]] = {}
+
+    @property
+    def _view(self) -> SwarmView:
+        return self._directory.view
+
+    def _rosters(self) -> list[list[str]]:
+        """The peers with a place in each stage, oldest first; without those that do not announce themselves."""
+        epoch, view = self._epoch(), self._view
+        return [
+            [seat.peer for seat in epoch.roster(stage) if view.peer(seat.peer) is not None]
+            for stage in range(view.num_stages)
+        ]
+
+    @property
+    def without(self) -> frozenset[str]:
+        """The peers to whom no way was found, and that have announced themselves since: they are there."""
+        view = self._view
+        known = {peer_id: view.peer(peer_id) for peer_id in self._in_vain}
+        missed = {peer_id: peer for peer_id, peer in known.items() if peer is not None}
+        return frozenset(peer_id for peer_id, peer in missed.items() if peer.announced > self._in_vain[peer_id][0])
+
+    async def lacks(self, stage: int) -> frozenset[str]:
+        """Try the ways that this peer needs in a stage; returns those that it needs and does not reach now.
+
+        One of them may only have died: `without` tells who is there all the same.
+        """
+        rosters = self._rosters()
+        try:
+            connected = await self._dht.connected()
+            wanted = set(rosters[stage]) - connected - {self._me}
+            for neighbour in {stage - 1, stage + 1} & set(range(len(rosters))):
+                if connected.isdisjoint(there := set(rosters[neighbour]) - {self._me}):
+                    wanted |= there
+            if wanted:
+                await self._dht.dial(sorted(wanted))
+                connected = await self._dht.connected()
+        except CallError as error:
+            log.debug("ways_unknown reason=%s", error)
+            return frozenset()
+        failed = wanted - connected
+        kept = {peer_id for peer_id in self._in_vain if peer_id not in connected} | failed
+        here = {peer_id: self._view.peer(peer_id) for peer_id in sorted(kept)}
+        now_s = self._clock.monotonic_s()
+        self._in_vain = {
+            peer_id: self._in_vain.get(peer_id, (peer.announced, now_s))
+            for peer_id, peer in here.items()
+            if peer is not None
+        }
+        return lacked(stage, rosters, failed)
+
+    def gives_way(self, stage: int) -> frozenset[str]:
+        """The peers because of whom this one gives up its place in a stage; none if it stays."""
+        rosters = self._rosters()
+        if self._me not in rosters[stage]:
+            return frozenset()
+        told = {peer.peer_id: set(peer.unreached) for peer in self._view.peers}
+        since_s = self._clock.monotonic_s() - self._patience_s
+        told[self._me] = {peer_id for peer_id in self.without if self._in_vain[peer_id][1] <= since_s}
+        return gives_way(self._me, stage, rosters, told)
+
+    async def explain(self, stage: int) -> str:
+        """Try the ways that this peer needs in a stage; returns what is missing and would help, in words, if anything."""
+        return self.in_words(lacks) if (lacks := await self.lacks(stage)) else ""
+
+    def in_words(self, lacks: Collection[str]) -> str:
+        """Whom this peer does not reach, and whose open port would help most."""
+        ends = helpful_ports(self._me, lacks, missing_ways(self._view.peers))
+        help_ = " or ".join(f"{self._port_of(end)} on the router of {self._name_of(end)}" for end in ends[:MOST_NAMED])
+        names = sorted(map(self._name_of, lacks))
+        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        return f"no way to {', '.join(names[:MOST_NAMED])}{more}; what would help most: forward {help_}"
+
+    def _name_of(self, peer_id: str) -> str:
+        if peer_id == self._me:
+            return "this machine"
+        peer = self._view.peer(peer_id)
+        return plain_text(peer.name if peer else "", 32) or f"…{peer_id[-ID_CHARS:]}"
+
+    def _port_of(self, peer_id: str) -> str:
+        addresses: Sequence[str] = self._dht.addresses if peer_id == self._me else self._directory.addresses_of(peer_id)
+        return f"port {ports_of(addresses)[0]}" if ports_of(addresses) else "a port"
