@@ -97,7 +97,7 @@ class Lifecycle:
             self.halted = anyio.Event()
 
     def move(self, stage: int | None) -> bool:
-        """Leave the stage for another one, or to join it anew if that is None. Returns False if the peer leaves already."""
+        """Leave the stage for another one, or, if that is None, to join it anew; False if the peer leaves already."""
         if self.stop.is_set():
             return False
         self.next_stage = stage

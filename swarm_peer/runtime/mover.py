@@ -112,16 +112,15 @@ class Mover:
             await anyio.sleep(context.resolved.manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
             lacks = await ways.lacks(replica.stage)
             serves = lifecycle.state is PeerState.SERVING and self.moving_to == UNDECIDED
-            if serves and (because := ways.gives_way(replica.stage)):
-                if await self._may_leave(replica):
-                    log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
-                    lifecycle.move(await self._better_stage(replica.stage))
+            if serves and (because := ways.gives_way(replica.stage)) and await self._may_leave(replica):
+                log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
+                lifecycle.move(await self._better_stage(replica.stage))
             elif lifecycle.state is PeerState.JOINING and lacks & ways.without:
                 if (stage := await self._better_stage(replica.stage)) is not None:
                     lifecycle.move(stage)
 
     async def _better_stage(self, stage: int) -> int | None:
-        """Another stage in which this peer lacks nobody, as far as it knows; None if it knows none, or may not choose."""
+        """Another stage in which this peer lacks nobody, as far as it knows; None if there is none, or it may not move."""
         if not self.movable:
             return None
         context, me = self._context, self._context.identity.peer_id

@@ -246,7 +246,7 @@ class Peer:
             snapshots=snapshots,
             agreement=agreement,
             base=base,
-            ways=NeededWays(context=context, dht=self._dht, directory=self._directory, epoch=lambda: agreement.core.epoch),
+            ways=NeededWays(context=context, dht=self._dht, directory=self._directory, agreement=agreement),
         )
         self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)
         return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from swarm_peer.policy.placement.ways import lacked, waiting
+from swarm_peer.policy.placement.ways import as_reached, lacked
 from swarm_peer.policy.view import PeerState, SwarmView
 
 
@@ -20,24 +20,24 @@ class ChosenMover:
 def choose_mover(
     view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()
 ) -> ChosenMover:
-    """The peer that takes over a stage without serving peers. All peers with the same view choose the same one.
+    """The peer that takes over a stage in which nobody serves, or only peers that lack somebody (see ways.py).
 
-    It is the slowest movable peer of the stage with the most peers, since that stage misses it least, of those that reach
-    some peer of each neighbouring stage, as far as they know.
+    All peers with the same view choose the same one. It is the slowest movable peer of the stage with the most peers,
+    since that stage misses it least, of those that lack nobody in the lost stage, as far as they know.
 
     Args:
         movable: peers that may move
         stuck: peers that have been joining for too long to wait for them
     """
-    waits = waiting(view)
+    placed = [[peer.peer_id for peer in view.in_stage(stage) if peer.has_work] for stage in range(view.num_stages)]
+    view = as_reached(view)
     joining = [
         peer.peer_id
         for peer in view.in_stage(lost_stage)
-        if peer.state is PeerState.JOINING and peer.peer_id not in waits and peer.peer_id not in stuck
+        if peer.state is PeerState.JOINING and peer.peer_id not in stuck
     ]
     if joining:
         return ChosenMover(None, f"{_peers_are(len(joining))} joining stage {lost_stage}")
-    placed = [[peer.peer_id for peer in view.serving(stage)] for stage in range(view.num_stages)]
     candidates = [
         (-len(view.serving(peer.stage)), peer.samples_per_s, peer.peer_id)
         for peer in view.peers

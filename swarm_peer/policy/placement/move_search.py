@@ -26,7 +26,7 @@ from swarm_peer.policy.placement.capacity import (
     speed_in,
     work_per_s,
 )
-from swarm_peer.policy.placement.ways import cut_off, missing_ways
+from swarm_peer.policy.placement.ways import cut_off, lacked, missing_ways
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # With more peers than this, single moves balance the stages well enough, and there are too many swaps to try.
@@ -240,7 +240,7 @@ class MoveSearch:
         )
 
     def _keeps_ways(self, pairs: Pairs) -> bool:
-        """Whether after some moves no more peers than now lack a way to somebody that they need."""
+        """Whether after some moves no mover lacks a way to somebody that it needs, and no more others than now do."""
         if not self._ways:
             return True
         placed = list(self._placed)
@@ -248,7 +248,9 @@ class MoveSearch:
             peer = self.movers[number]
             placed[peer.stage] = placed[peer.stage] - {peer.peer_id}
             placed[to_stage] = placed[to_stage] | {peer.peer_id}
-        return cut_off(placed, self._ways) <= self._num_cut_off
+        moved = ((to_stage, self._ways.get(self.movers[number].peer_id, set())) for number, to_stage in pairs)
+        lacks = any(lacked(to_stage, placed, without_way) for to_stage, without_way in moved)
+        return not lacks and cut_off(placed, self._ways) <= self._num_cut_off
 
     def schedule(self, pairs: Pairs) -> MovePlan:
         """Schedule moves, one at a time from and to each stage, and count the samples that the swarm computes."""

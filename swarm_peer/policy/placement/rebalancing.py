@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from swarm_peer.policy.link_limit import Traffic, most_samples_per_s
 from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, speed_in, work_per_s
 from swarm_peer.policy.placement.move_search import MoveSearch, RebalancingParameters
-from swarm_peer.policy.placement.ways import lacked, waiting
+from swarm_peer.policy.placement.ways import lacked, lacking
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 
@@ -32,7 +32,7 @@ def choose_stage(
 ) -> StageChoice:
     """The stage where one more peer helps the swarm most: of those that fit it, the one with the least capacity.
 
-    A stage in which it lacks nobody, as far as it knows (see ways.py), goes before all others. Peers that wait for a way
+    A stage in which it lacks nobody, as far as it knows (see ways.py), goes before all others. Peers that lack somebody
     count for nothing where they are.
 
     Peers may choose at the same time. Each of them places all undecided peers, in the order of their ids, on top of the
@@ -50,12 +50,13 @@ def choose_stage(
     work = work_per_s(others, stage_costs)
     capacity = [0.0] * view.num_stages  # samples/s that each stage can take
     placed = [set[str]() for _ in stages]
-    waits = waiting(view)
+    idle = lacking(view)
     for peer in others:
-        comes = peer.state is PeerState.JOINING and not _is_stuck(peer, now_s) and peer.peer_id not in waits
+        comes = peer.state is PeerState.JOINING and not _is_stuck(peer, now_s) and peer.peer_id not in idle
         if peer.stage != UNDECIDED and (peer.state is PeerState.SERVING or comes):
-            capacity[peer.stage] += speed_in(peer, peer.stage, work[peer.peer_id], stage_costs, traffic)
             placed[peer.stage].add(peer.peer_id)
+            if peer.peer_id not in idle:
+                capacity[peer.stage] += speed_in(peer, peer.stage, work[peer.peer_id], stage_costs, traffic)
 
     undecided = [peer for peer in others if peer.stage == UNDECIDED]
     for peer in sorted([*undecided, myself], key=lambda peer: peer.peer_id):
@@ -134,8 +135,8 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
 
     A mover computes nothing while it downloads its new state, and the gain from its move lasts only for some time
     (`horizon_s`). A move is made if it gains more than it costs. Peers that are joining count from their expected
-    arrival on, and nobody moves so that more peers lack a way that they need (ways.py). At any time at most one peer moves away from each stage and at most one moves to it, and `min_replicas`
-    go on serving it.
+    arrival on, and nobody moves so that more peers lack a way that they need (ways.py). At any time at most one peer
+    moves away from each stage and at most one moves to it, and `min_replicas` go on serving it.
 
     Call it whenever something has changed. It takes little time if the stages are in balance.
     """

@@ -2,13 +2,14 @@
 
 Two peers behind routers may find no way to each other, not even through a third one. Stage-mates all average with each
 other, and a microbatch needs some peer of each stage. So a peer *lacks* somebody in a stage if it has no way to one of
-its stage-mates there, or none to any peer of a neighbouring stage. A peer that lacks somebody waits, and takes no place:
-then no round waits for two that cannot talk. What is known of ways is what peers have found out themselves.
+its stage-mates there, or none to any peer of a neighbouring stage. A peer that lacks somebody waits, and takes no
+place: then no round waits for two that cannot talk. What is known of ways is what peers have found out themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
@@ -42,16 +43,25 @@ def missing_ways(peers: Iterable[PeerView]) -> dict[str, set[str]]:
     return missing
 
 
-def waiting(view: SwarmView) -> frozenset[str]:
-    """The peers that join a stage and lack somebody there, by their own word: they do not come before that changes."""
-    placed = [{peer.peer_id for peer in view.serving(stage)} for stage in range(view.num_stages)]
+def lacking(view: SwarmView) -> frozenset[str]:
+    """The peers that join or serve a stage and lack somebody there, by their own word: nothing comes of them now."""
+    placed = [[peer.peer_id for peer in view.serving(stage)] for stage in range(view.num_stages)]
     return frozenset(
         peer.peer_id
         for peer in view.peers
-        if peer.state is PeerState.JOINING
+        if peer.state in (PeerState.JOINING, PeerState.SERVING)
         and peer.stage != UNDECIDED
         and lacked(peer.stage, placed, frozenset(peer.unreached))
     )
+
+
+def as_reached(view: SwarmView) -> SwarmView:
+    """The view without joiners that wait for a way; whoever serves and lacks somebody stands there as if it drained."""
+    if not (idle := lacking(view)):
+        return view
+    peers = (replace(peer, state=PeerState.DRAINING) if peer.peer_id in idle else peer for peer in view.peers)
+    waiting = {peer.peer_id for peer in view.peers if peer.state is PeerState.JOINING} & idle
+    return replace(view, peers=tuple(peer for peer in peers if peer.peer_id not in waiting))
 
 
 def gives_way(me: str, stage: int, rosters: Sequence[Sequence[str]], missing: Missing) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Whether this peer has the ways that its stage needs: it tries them, remembers what was in vain, and says what would help.
+"""The ways that a stage needs of this peer: it tries them, remembers which were in vain, and says what would help.
 
 What a peer needs, and who of two goes, stands in policy/placement/ways.py. Another peer's word moves nobody: each acts
 on what it has found out itself.
@@ -7,14 +7,14 @@ on what it has found out itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from swarm_peer.errors import CallError
 from swarm_peer.policy.placement.ways import gives_way, helpful_ports, lacked, missing_ways
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import ID_CHARS, SwarmView
-from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.runtime.context import PeerContext
+from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.peer_addresses import ports_of
@@ -32,16 +32,16 @@ class NeededWays:
     """The ways from this peer to those that it works with. Belongs to the event loop's thread.
 
     Args:
-        epoch: the newest one: who has a place
+        agreement: knows who has a place
     """
 
-    def __init__(self, *, context: PeerContext, dht: SwarmDHT, directory: Directory, epoch: Callable[[], Epoch]):
+    def __init__(self, *, context: PeerContext, dht: SwarmDHT, directory: Directory, agreement: Agreement):
         self._me = context.identity.peer_id
         self._clock = context.clock
         self._patience_s = PATIENCE * context.resolved.manifest.limits.announcement_s
         self._dht = dht
         self._directory = directory
-        self._epoch = epoch
+        self._agreement = agreement
         # By peer, the serial number of its announcement when it was first missed, and the time.
         self._in_vain: dict[str, tuple[int, float]] = {}
 
@@ -51,7 +51,7 @@ class NeededWays:
 
     def _rosters(self) -> list[list[str]]:
         """The peers with a place in each stage, oldest first; without those that do not announce themselves."""
-        epoch, view = self._epoch(), self._view
+        epoch, view = self._agreement.core.epoch, self._view
         return [
             [seat.peer for seat in epoch.roster(stage) if view.peer(seat.peer) is not None]
             for stage in range(view.num_stages)
@@ -105,7 +105,7 @@ class NeededWays:
         return gives_way(self._me, stage, rosters, told)
 
     async def explain(self, stage: int) -> str:
-        """Try the ways that this peer needs in a stage; returns what is missing and would help, in words, if anything."""
+        """Try the ways that this peer needs in a stage; says which are missing, and what would help; empty if none."""
         return self.in_words(lacks) if (lacks := await self.lacks(stage)) else ""
 
     def in_words(self, lacks: Collection[str]) -> str:
