@@ -116,11 +116,12 @@ class Mover:
                 log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
                 lifecycle.move(await self._better_stage(replica.stage))
             elif lifecycle.state is PeerState.JOINING and lacks & ways.without:
-                if (stage := await self._better_stage(replica.stage)) is not None:
+                stage = await self._better_stage(replica.stage)
+                if stage is not None:
                     lifecycle.move(stage)
 
     async def _better_stage(self, stage: int) -> int | None:
-        """Another stage in which this peer lacks nobody, as far as it knows; None if there is none, or it may not move."""
+        """Another stage in which this peer lacks nobody, as far as it knows; None without one, or if it may not move."""
         if not self.movable:
             return None
         context, me = self._context, self._context.identity.peer_id

@@ -522,7 +522,7 @@ def closed_swarm(closed_share):
 
 @pytest.mark.parametrize(("rebalance", "up_share", "longest_s"), [("live", 0.95, 60.0), ("none", 0.4, 3600.0)])
 def test_no_two_closed_peers_serve_one_stage_and_the_swarm_goes_on(rebalance, up_share, longest_s):
-    """Half of the peers are closed. Only a policy that moves peers finds a placement in which samples count each time."""
+    """Half of the peers are closed. Only a policy that moves peers finds each time where samples count again."""
     scenario = closed_swarm(0.5)
     swarm = scenario.flow_swarm(scenario.read_trace(), rebalance)
     swarm.start()
