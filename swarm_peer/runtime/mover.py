@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -18,7 +17,7 @@ from swarm_peer.errors import CallError, HubFailed, PeerUnreachable, SwarmError,
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.traffic import stage_traffic
 from swarm_peer.policy.placement.rebalancing import choose_stage
-from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.device_errors import is_out_of_memory
@@ -121,14 +120,12 @@ class Mover:
                     lifecycle.move(stage)
 
     async def _better_stage(self, stage: int) -> int | None:
-        """Another stage in which this peer lacks nobody, as far as it knows; None without one, or if it may not move."""
+        """Another stage in which this peer lacks nobody, as far as it knows; None without one, or a right to move."""
         if not self.movable:
             return None
         context, me = self._context, self._context.identity.peer_id
         view = await self._directory.refresh_surely([*range(context.resolved.num_stages), UNDECIDED])
-        known = view.peer(me) or PeerView(peer_id=me, stage=stage, state=PeerState.JOINING)
-        myself = replace(known, unreached=tuple(self._parts.ways.without))
-        view = replace(view, peers=(*(peer for peer in view.peers if peer.peer_id != me), myself))
+        view = self._parts.ways.complete(view)
         costs, traffic = forward_flops(context.resolved), stage_traffic(context.resolved)
         choice = choose_stage(view, costs, me, context.clock.monotonic_s(), traffic)
         if choice.lacks or choice.stage == stage:

@@ -49,10 +49,11 @@ class Swarm:
         self.rosters, self.reached = rosters, reached
         self.connected: set[str] = set()
         self.dialled: list[str] = []
+        self.dropped: set[str] = set()
         self.context = make_context(MANIFEST, options=OPTIONS)
         self.me = self.context.identity.peer_id
         rosters[:] = [[self.me if name == "me" else name for name in roster] for roster in rosters]
-        self.view = SwarmView(2, tuple(peer(name, stage) for stage, here in enumerate(rosters) for name in here))
+        self.announced = SwarmView(2, tuple(peer(name, stage) for stage, here in enumerate(rosters) for name in here))
         self.clock = MovedClock(now=100.0)
         roster = SimpleNamespace(roster=lambda stage: [SimpleNamespace(peer=name) for name in self.rosters[stage]])
         self.ways = NeededWays(
@@ -69,6 +70,17 @@ class Swarm:
         self.dialled += names
         self.connected = self.connected | (self.reached & set(names))
 
+    @property
+    def view(self) -> SwarmView:
+        """As a directory has it: without those that were found not to be reached."""
+        return replace(self.announced, peers=tuple(p for p in self.announced.peers if p.peer_id not in self.dropped))
+
+    def known(self, name: str) -> PeerView | None:
+        return self.announced.peer(name)
+
+    def takes_part(self, name: str) -> bool:
+        return self.known(name) is not None
+
     def addresses_of(self, name: str) -> list[str]:
         return [f"/ip4/1.1.1.1/tcp/9/p2p/{name}"] if name == "ann" else []
 
@@ -80,7 +92,8 @@ class Swarm:
 
     def announce_anew(self) -> None:
         """All peers announce themselves once more."""
-        self.view = replace(self.view, peers=tuple(replace(p, announced=p.announced + 1) for p in self.view.peers))
+        peers = tuple(replace(p, announced=p.announced + 1) for p in self.announced.peers)
+        self.announced = replace(self.announced, peers=peers)
 
 
 async def test_all_stage_mates_are_dialled_and_of_neighbours_no_more_than_it_takes() -> None:
@@ -106,7 +119,7 @@ async def test_whom_it_lacks_is_known_once_that_one_has_announced_itself_again()
     swarm.reached.clear()
     await swarm.ways.lacks(0)
     swarm.announce_anew()
-    swarm.view = replace(swarm.view, peers=())
+    swarm.announced = SwarmView(2)
     await swarm.ways.lacks(0)
     assert not swarm.ways._in_vain, "of those that are gone nothing is kept"
 
@@ -123,7 +136,10 @@ async def test_a_daemon_that_does_not_answer_keeps_nobody_out() -> None:
 
 async def test_it_says_whose_port_would_help_most() -> None:
     swarm = Swarm([["ann", "bob"], ["cleo"]], {"cleo"})
-    swarm.view = replace(swarm.view, peers=(replace(swarm.view.peers[0], name="Ann"), *swarm.view.peers[1:]))
+    swarm.announced = replace(
+        swarm.announced,
+        peers=tuple(replace(p, name="Ann" if p.peer_id == "ann" else "") for p in swarm.announced.peers),
+    )
     both = await swarm.ways.explain(0)
     assert both == "no way to Ann, …bob; what would help most: forward port 7 on the router of this machine"
     swarm.reached.add("bob")
@@ -191,10 +207,14 @@ async def test_one_that_waits_goes_where_it_lacks_nobody() -> None:
     assert stay.mover.unreached == ("ann",)
 
 
-async def test_one_that_waits_stays_where_no_stage_is_better() -> None:
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_one_that_waits_stays_where_no_stage_is_better(is_dropped: bool) -> None:
+    """Also while it has taken the other one out of its view, as calls do that fail: it still has its place."""
     swarm = Swarm([["ann"], ["cleo"]], {"cleo"})
     await swarm.ways.lacks(0)
     swarm.announce_anew()
+    swarm.dropped = {"ann"} if is_dropped else set()
+    assert await swarm.ways.lacks(0) == swarm.ways.without == {"ann"}
     assert not await Stay(swarm, PeerState.JOINING).ends(within_s=0.3)
 
 

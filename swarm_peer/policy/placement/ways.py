@@ -91,13 +91,13 @@ def cut_off(placed: Sequence[set[str]], missing: Missing) -> int:
     )
 
 
+def most_missed(missing: Missing) -> tuple[str, ...]:
+    """The peers to and from which most ways are missing: their open ports would make most of them."""
+    most = max(map(len, missing.values()), default=0)
+    return tuple(sorted(peer_id for peer_id, others in missing.items() if len(others) == most))
+
+
 def helpful_ports(me: str, lacks: Collection[str], missing: Missing) -> tuple[str, ...]:
     """Of a peer and those that it lacks, those whose open port would make most missing ways good; several if alike."""
-
-    def num_ways(peer_id: str) -> int:
-        known = missing.get(peer_id, set())
-        return len(known | set(lacks) if peer_id == me else known | {me})
-
-    ends = sorted({me, *lacks})
-    most = max(map(num_ways, ends))
-    return tuple(end for end in ends if num_ways(end) == most)
+    ends = {peer_id: missing.get(peer_id, set()) | {me} for peer_id in lacks}
+    return most_missed({**ends, me: missing.get(me, set()) | set(lacks)})

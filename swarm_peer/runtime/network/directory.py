@@ -291,6 +291,13 @@ class Directory:
         serving = (PeerState.SERVING.value, PeerState.DRAINING.value)
         return known is not None and known[0].stage == stage and known[0].state in serving
 
+    def known(self, peer_id: str) -> PeerView | None:
+        """A peer by its last announcement, also one that cannot be reached; None if it has left, or is not known."""
+        announcement, arrived_s = self._remembered.get(peer_id, (None, 0.0))
+        if announcement is None or announcement.state == PeerState.LEFT.value:
+            return None
+        return announcement.view(peer_id, arrived_s)
+
     def takes_part(self, peer_id: str) -> bool:
         """Whether a caller is a peer of the run, in any stage and state, by its last announcement."""
         known = self._remembered.get(peer_id)

@@ -7,12 +7,13 @@ on what it has found out itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from swarm_peer.errors import CallError
 from swarm_peer.policy.placement.ways import gives_way, helpful_ports, lacked, missing_ways
 from swarm_peer.policy.plain_text import plain_text
-from swarm_peer.policy.view import ID_CHARS, SwarmView
+from swarm_peer.policy.view import ID_CHARS, PeerView, SwarmView
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.network.dht import SwarmDHT
@@ -50,20 +51,32 @@ class NeededWays:
         return self._directory.view
 
     def _rosters(self) -> list[list[str]]:
-        """The peers with a place in each stage, oldest first; without those that do not announce themselves."""
-        epoch, view = self._agreement.core.epoch, self._view
+        """The peers with a place in each stage, oldest first; without those that announce themselves no more.
+
+        Not as the view has them: this peer takes those that it cannot reach out of that.
+        """
+        epoch, knows = self._agreement.core.epoch, self._directory.takes_part
         return [
-            [seat.peer for seat in epoch.roster(stage) if view.peer(seat.peer) is not None]
-            for stage in range(view.num_stages)
+            [seat.peer for seat in epoch.roster(stage) if seat.peer == self._me or knows(seat.peer)]
+            for stage in range(self._view.num_stages)
         ]
 
     @property
     def without(self) -> frozenset[str]:
         """The peers to whom no way was found, and that have announced themselves since: they are there."""
-        view = self._view
-        known = {peer_id: view.peer(peer_id) for peer_id in self._in_vain}
-        missed = {peer_id: peer for peer_id, peer in known.items() if peer is not None}
-        return frozenset(peer_id for peer_id, peer in missed.items() if peer.announced > self._in_vain[peer_id][0])
+        return frozenset(
+            peer.peer_id for peer in self._known(self._in_vain) if peer.announced > self._in_vain[peer.peer_id][0]
+        )
+
+    def _known(self, peer_ids: Iterable[str]) -> list[PeerView]:
+        return [peer for peer_id in sorted(peer_ids) if (peer := self._directory.known(peer_id)) is not None]
+
+    def complete(self, view: SwarmView) -> SwarmView:
+        """A view with all peers that this one has tried in vain, and with what it knows of ways itself."""
+        peers = {peer.peer_id: peer for peer in (*self._known(self.without), *view.peers)}
+        if self._me in peers:
+            peers[self._me] = replace(peers[self._me], unreached=tuple(sorted(self.without)))
+        return replace(view, peers=tuple(peers.values()))
 
     async def lacks(self, stage: int) -> frozenset[str]:
         """Try the ways that this peer needs in a stage; returns those that it needs and does not reach now.
@@ -84,13 +97,9 @@ class NeededWays:
             log.debug("ways_unknown reason=%s", error)
             return frozenset()
         failed = wanted - connected
-        kept = {peer_id for peer_id in self._in_vain if peer_id not in connected} | failed
-        here = {peer_id: self._view.peer(peer_id) for peer_id in sorted(kept)}
-        now_s = self._clock.monotonic_s()
+        kept, now_s = failed.union(self._in_vain) - connected, self._clock.monotonic_s()
         self._in_vain = {
-            peer_id: self._in_vain.get(peer_id, (peer.announced, now_s))
-            for peer_id, peer in here.items()
-            if peer is not None
+            peer.peer_id: self._in_vain.get(peer.peer_id, (peer.announced, now_s)) for peer in self._known(kept)
         }
         return lacked(stage, rosters, failed)
 
@@ -110,7 +119,7 @@ class NeededWays:
 
     def in_words(self, lacks: Collection[str]) -> str:
         """Whom this peer does not reach, and whose open port would help most."""
-        ends = helpful_ports(self._me, lacks, missing_ways(self._view.peers))
+        ends = helpful_ports(self._me, lacks, missing_ways(self.complete(self._view).peers))
         help_ = " or ".join(f"{self._port_of(end)} on the router of {self._name_of(end)}" for end in ends[:MOST_NAMED])
         names = sorted(map(self._name_of, lacks))
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
@@ -119,7 +128,7 @@ class NeededWays:
     def _name_of(self, peer_id: str) -> str:
         if peer_id == self._me:
             return "this machine"
-        peer = self._view.peer(peer_id)
+        peer = self._directory.known(peer_id)
         return plain_text(peer.name if peer else "", 32) or f"…{peer_id[-ID_CHARS:]}"
 
     def _port_of(self, peer_id: str) -> str:
