@@ -208,7 +208,7 @@ def test_a_peer_without_a_way_waits_and_says_whose_port_would_help(
     counts_within(output, 90)
     machines.start("bob", "bob", "swarm_peer.cli", *peer_options(invite, "auto", "--name", "bob", *nothing))
     words = r"waiting stage=\d reason=no way to ann; what would help most: forward port \d+ on the router of "
-    wait_for(lambda: re.search(words, processes.log("bob")), "whose port would help", 60)
+    wait_for(lambda: re.search(words, processes.log("bob")), "whose port would help", 90)
     steps = (output / "metrics.jsonl").read_text().count("\n")
     wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 20, "twenty more steps", 60)
     assert "serving stage" not in processes.log("bob")
