@@ -16,9 +16,10 @@ import simpy
 from coordinator.simulator.rebalancers import SimulatedRebalancer
 from coordinator.simulator.traces import Trace
 from coordinator.simulator.world import Machine
+from swarm_peer.policy.placement.lost_stage import choose_mover
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import Move, choose_stage
-from swarm_peer.policy.placement.ways import gives_way, lacked
+from swarm_peer.policy.placement.ways import as_reached, gives_way, lacked
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # A process of the simulation: it yields what it waits for.
@@ -230,9 +231,22 @@ class FlowSwarm:
             self._set(replace(self.peers[peer_id], stage=choice.stage, since_s=self.env.now))
         return goes
 
+    def _rescue(self) -> None:
+        """Have a peer take over the first stage of which nothing comes, as live peers do by themselves."""
+        view = self.view()
+        for stage in as_reached(view).empty_stages()[:1]:
+            movable = [peer_id for peer_id in self.machines if self.peers[peer_id].movable]
+            chosen = choose_mover(view, stage, movable)
+            if chosen.peer_id is not None:
+                self._begin(Move(chosen.peer_id, self.peers[chosen.peer_id].stage, stage, chosen.reason))
+                self._record()
+
     def _keep_ways(self) -> Process:
+        """Have closed peers give their places up where they lack somebody; without such peers nothing happens."""
         while True:
             yield self.env.timeout(WAYS_PATIENCE_S)
+            if self._closed and self._begun and self._rebalancer is not None:
+                self._rescue()
             missing = {peer_id: self._closed - {peer_id} for peer_id in self._closed}
             for peer_id in sorted(self._closed):
                 rosters, peer = self._rosters(), self.peers[peer_id]
@@ -264,17 +278,20 @@ class FlowSwarm:
             return
         decision = self._rebalancer.decide(self.view(), self.env.now)
         for move in decision.moves:
-            if move.peer_id not in self.machines or self._lacks(move.peer_id, move.to_stage):
-                continue  # it has died, and the others do not know yet; or it finds no way that it needs there
-            self.decisions.append(Decision(self.env.now, move))
-            self.bytes_migrated += self.params.state_bytes[move.to_stage]
-            if self.params.serves_while_downloading:
-                self.env.process(self._leave_with_state(move))
-            else:
-                self._leave_stage(move)
-                self.env.process(self._arrive(move.peer_id))
+            self._begin(move)
         if decision.moves:
             self._record()
+
+    def _begin(self, move: Move) -> None:
+        if move.peer_id not in self.machines or self._lacks(move.peer_id, move.to_stage):
+            return  # it has died, and the others do not know yet; or it finds no way that it needs there
+        self.decisions.append(Decision(self.env.now, move))
+        self.bytes_migrated += self.params.state_bytes[move.to_stage]
+        if self.params.serves_while_downloading:
+            self.env.process(self._leave_with_state(move))
+        else:
+            self._leave_stage(move)
+            self.env.process(self._arrive(move.peer_id))
 
     def _leave_with_state(self, move: Move) -> Process:
         yield self.env.timeout(self._download_s(move.peer_id, move.to_stage))

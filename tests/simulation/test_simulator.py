@@ -515,14 +515,14 @@ def test_what_cannot_be_is_refused_with_what_to_do(words, message):
 def closed_swarm(closed_share):
     return Scenario(
         stages=StageOptions(num_stages=3, state_gb=0.1),
-        arrivals=ArrivalOptions(num_peers=12, hours=1.0, mean_lifetime_s=3600.0),
+        arrivals=ArrivalOptions(num_peers=14, hours=1.0, mean_lifetime_s=3600.0),
         population=dataclasses.replace(ALIKE, closed_share=closed_share),
     )
 
 
-@pytest.mark.parametrize(("rebalance", "up_share", "longest_s"), [("live", 0.95, 60.0), ("none", 0.4, 3600.0)])
-def test_no_two_closed_peers_serve_one_stage_and_the_swarm_goes_on(rebalance, up_share, longest_s):
-    """Half of the peers are closed. Only a policy that moves peers finds each time where samples count again."""
+@pytest.mark.parametrize(("rebalance", "most_down_s"), [("live", 60.0), ("none", 600.0)])
+def test_no_two_closed_peers_serve_one_stage_and_the_swarm_goes_on(rebalance, most_down_s):
+    """Half of the peers are closed. Without moves, the swarm waits for newcomers where the open ones have left."""
     scenario = closed_swarm(0.5)
     swarm = scenario.flow_swarm(scenario.read_trace(), rebalance)
     swarm.start()
@@ -535,8 +535,7 @@ def test_no_two_closed_peers_serve_one_stage_and_the_swarm_goes_on(rebalance, up
     assert num_waiting, "the others wait"
     ends_s = [sample.time_s for sample in swarm.samples[1:]] + [3600.0]
     down_s = [end_s - s.time_s for s, end_s in zip(swarm.samples, ends_s, strict=True) if not s.throughput]
-    assert 1 - sum(down_s) / 3600.0 > up_share
-    assert max(down_s) < longest_s
+    assert 0 < sum(down_s) < most_down_s
 
 
 def test_a_swarm_of_closed_peers_alone_does_nothing():

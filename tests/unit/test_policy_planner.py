@@ -410,4 +410,5 @@ def test_too_many_closed_peers_are_said_to_be_why():
     made = plan({3: [work()] * 3}, [group("closed", 9, is_closed=True)], SETTINGS)
     assert made.best is None
     assert made.options[0].reason.startswith("9 of 9 peers are closed")
-    assert plan({3: [work()] * 3}, [group("closed", 2, is_closed=True), group("open", 1)], SETTINGS).best
+    assert plan({3: [work()] * 3}, [group("closed", 1, is_closed=True), group("open", 2)], SETTINGS).best
+    assert not plan({3: [work()] * 3}, [group("closed", 2, is_closed=True), group("open", 1)], SETTINGS).best

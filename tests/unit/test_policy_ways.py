@@ -42,8 +42,9 @@ def view(*peers: PeerView, num_stages: int = 2) -> SwarmView:
         (["ab", "c"], 0, "b", "b"),  # a stage-mate
         (["a", "bc"], 0, "b", ""),  # one of two neighbours: microbatches go by the other
         (["a", "bc"], 0, "bc", "bc"),
-        (["a", "", "c"], 0, "c", ""),  # a stage further on is nobody's neighbour, and an empty one has nobody yet
+        (["a", "", "c"], 0, "c", "c"),  # the leaders of all stages talk to each other; an empty one has nobody yet
         (["b", "c", "a"], 1, "ba", "ab"),
+        (["b", "c", "ad"], 1, "a", ""),
         (["ab", "c"], 0, "", ""),
     ],
 )
@@ -59,7 +60,7 @@ def test_of_two_stage_mates_without_a_way_the_later_one_goes() -> None:
     assert gives_way("a", 0, ["cba"], missing) == {"b"}
 
 
-def test_who_lacks_a_neighbouring_stage_goes_if_a_mate_does_not() -> None:
+def test_who_lacks_another_stage_goes_if_a_mate_does_not() -> None:
     missing = {"a": {"x"}, "b": {"x"}, "x": {"a", "b"}}
     assert gives_way("a", 0, ["ac", "x"], missing) == {"x"}
     assert not gives_way("a", 0, ["a", "x"], missing), "the stage would be lost"
@@ -125,9 +126,9 @@ def test_a_stage_whose_peers_lack_their_neighbours_stands_as_if_it_was_lost() ->
     assert choose_stage(view(*cut.peers, num_stages=3), [1.0] * 3, "me", 0.0).stage == 0
 
 
-def test_a_lost_stage_is_taken_over_by_one_that_reaches_its_neighbours() -> None:
+def test_a_lost_stage_is_taken_over_by_one_that_reaches_all_other_stages() -> None:
     slow, fast = peer("a", 0, "x", speed=1.0), peer("b", 0, speed=2.0)
-    swarm = view(slow, fast, peer("x", 2), num_stages=3)
+    swarm = view(slow, fast, peer("c", 0, speed=3.0), peer("x", 2), num_stages=3)
     assert choose_mover(swarm, 1, {"a", "b"}).peer_id == "b"
     waits = peer("w", 1, "x", state=PeerState.JOINING)
     assert choose_mover(view(*swarm.peers, waits, num_stages=3), 1, {"a", "b"}).peer_id == "b", "nobody waits for it"

@@ -17,7 +17,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import mover as movers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
-from swarm_peer.runtime.network.needed_ways import PATIENCE, NeededWays
+from swarm_peer.runtime.network.needed_ways import PATIENCE, REMEMBERED_S, NeededWays
 from swarm_peer.wire.records import MAX_UNREACHED
 
 MANIFEST = RunManifest.model_validate(
@@ -103,6 +103,19 @@ async def test_all_stage_mates_are_dialled_and_of_neighbours_no_more_than_it_tak
     assert swarm.dialled == ["ann", "bob"], "one of stage 1 is connected"
     assert not await swarm.ways.lacks(0)
     assert swarm.dialled == ["ann", "bob"]
+
+
+async def test_what_was_in_vain_is_tried_anew_after_a_while() -> None:
+    swarm = Swarm([["me"], ["cleo", "dan"]], set())
+    assert await swarm.ways.lacks(0) == {"cleo", "dan"}
+    swarm.announce_anew()
+    swarm.connected = {"dan"}
+    assert not await swarm.ways.lacks(0)
+    assert swarm.ways.without == {"cleo"}, "nobody has needed it since"
+    assert swarm.clock.now is not None
+    swarm.clock.now += REMEMBERED_S
+    assert not await swarm.ways.lacks(0)
+    assert swarm.ways.without == set()
 
 
 async def test_whom_it_lacks_is_known_once_that_one_has_announced_itself_again() -> None:

@@ -1,9 +1,10 @@
 """Who has no way to whom, which places that rules out, and whose open port would help most.
 
 Two peers behind routers may find no way to each other, not even through a third one. Stage-mates all average with each
-other, and a microbatch needs some peer of each stage. So a peer *lacks* somebody in a stage if it has no way to one of
-its stage-mates there, or none to any peer of a neighbouring stage. A peer that lacks somebody waits, and takes no
-place: then no round waits for two that cannot talk. What is known of ways is what peers have found out themselves.
+other, microbatches need some peer of each stage, and the leaders of all stages tell each other where they stand. So a
+peer *lacks* somebody in a stage if it has no way to one of its stage-mates there, or none to any peer of some other
+stage. A peer that lacks somebody waits, and takes no place: then no round waits for two that cannot talk. What is known
+of ways is what peers have found out themselves.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def lacked(stage: int, placed: Sequence[Collection[str]], without_way: Ids) -> f
     """
     if not without_way:
         return frozenset()
-    needed = without_way.intersection(placed[stage])
-    for neighbour in (stage - 1, stage + 1):
-        if 0 <= neighbour < len(placed) and placed[neighbour] and without_way.issuperset(placed[neighbour]):
-            needed = needed.union(placed[neighbour])
+    needed = set(without_way.intersection(placed[stage]))
+    for other, there in enumerate(placed):
+        if other != stage and there and without_way.issuperset(there):
+            needed.update(there)
     return frozenset(needed)
 
 
@@ -45,12 +46,14 @@ def missing_ways(peers: Iterable[PeerView]) -> dict[str, set[str]]:
 
 def lacking(view: SwarmView) -> frozenset[str]:
     """The peers that join or serve a stage and lack somebody there, by their own word: nothing comes of them now."""
+    told = [peer for peer in view.peers if peer.unreached and peer.stage != UNDECIDED]
+    if not told:
+        return frozenset()
     placed = [[peer.peer_id for peer in view.serving(stage)] for stage in range(view.num_stages)]
     return frozenset(
         peer.peer_id
-        for peer in view.peers
+        for peer in told
         if peer.state in (PeerState.JOINING, PeerState.SERVING)
-        and peer.stage != UNDECIDED
         and lacked(peer.stage, placed, frozenset(peer.unreached))
     )
 
@@ -67,8 +70,8 @@ def as_reached(view: SwarmView) -> SwarmView:
 def gives_way(me: str, stage: int, rosters: Sequence[Sequence[str]], missing: Missing) -> frozenset[str]:
     """Those because of whom a peer gives up its place; none if it stays.
 
-    Of two stage-mates without a way, the one that came later goes. A peer that lacks a neighbouring stage goes if a
-    stage-mate does not. So the stage keeps somebody, and never two that have no way.
+    Of two stage-mates without a way, the one that came later goes. A peer that lacks another stage goes if a stage-mate
+    lacks nobody. So the stage keeps somebody, and never two that have no way.
 
     Args:
         rosters: the ids of the peers that have a place in each stage, oldest first
@@ -77,9 +80,9 @@ def gives_way(me: str, stage: int, rosters: Sequence[Sequence[str]], missing: Mi
     without_way = missing.get(me, set())
     if before := without_way.intersection(mates[: mates.index(me)]):
         return frozenset(before)
-    neighbours = lacked(stage, rosters, without_way).difference(mates)
-    has_none = (lacked(stage, rosters, missing.get(mate, set())) for mate in mates if mate != me)
-    return neighbours if neighbours and not all(has_none) else frozenset()
+    others = lacked(stage, rosters, without_way).difference(mates)
+    lacks = (lacked(stage, rosters, missing.get(mate, set())) for mate in mates if mate != me)
+    return frozenset() if all(lacks) else others
 
 
 def cut_off(placed: Sequence[set[str]], missing: Missing) -> int:

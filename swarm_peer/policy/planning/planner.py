@@ -360,7 +360,7 @@ def _why_not(works: Sequence[StageWork], groups: Sequence[PeerGroup], min_peers:
     if num_closed:
         return (
             f"{num_closed} of {num_peers} peers are closed: no two of them can be stage-mates, nor the only peers of "
-            f"neighbouring stages, and too few others are there"
+            f"two stages, and too few others are there"
         )
     able = sum(group.count for group in groups if group.memory_bytes >= need)
     return (

@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 # A peer with a place gives it up once a way has been missing for so many lifetimes of an announcement: a connection may
 # break for a moment.
 PATIENCE = 2
+# Of each other stage, so many are tried at a time, until one is reached.
+MOST_TRIED = 4
+# What was in vain, and is not needed, is remembered for so long.
+REMEMBERED_S = 900.0
 # Peers that a line names.
 MOST_NAMED = 4
 
@@ -87,19 +91,20 @@ class NeededWays:
         try:
             connected = await self._dht.connected()
             wanted = set(rosters[stage]) - connected - {self._me}
-            for neighbour in {stage - 1, stage + 1} & set(range(len(rosters))):
-                if connected.isdisjoint(there := set(rosters[neighbour]) - {self._me}):
-                    wanted |= there
+            for there in (rosters[k] for k in range(len(rosters)) if k != stage):
+                if connected.isdisjoint(there):
+                    wanted.update(sorted(there, key=self._in_vain.__contains__)[:MOST_TRIED])
             if wanted:
                 await self._dht.dial(sorted(wanted))
                 connected = await self._dht.connected()
         except CallError as error:
             log.debug("ways_unknown reason=%s", error)
             return frozenset()
-        failed = wanted - connected
-        kept, now_s = failed.union(self._in_vain) - connected, self._clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
+        remembered = {peer_id for peer_id, (_, at_s) in self._in_vain.items() if at_s > now_s - REMEMBERED_S}
+        failed = (wanted | remembered) - connected
         self._in_vain = {
-            peer.peer_id: self._in_vain.get(peer.peer_id, (peer.announced, now_s)) for peer in self._known(kept)
+            peer.peer_id: self._in_vain.get(peer.peer_id, (peer.announced, now_s)) for peer in self._known(failed)
         }
         return lacked(stage, rosters, failed)
 
