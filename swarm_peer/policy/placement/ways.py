@@ -1,10 +1,10 @@
-"""Who has no way to whom, which places that rules out, and whose open port would help most.
+"""Pairs of peers without a way to each other, the places that they rule out, and the ports that would help most.
 
 Two peers behind routers may find no way to each other, not even through a third one. Stage-mates all average with each
 other, microbatches need some peer of each stage, and the leaders of all stages tell each other where they stand. So a
 peer *lacks* somebody in a stage if it has no way to one of its stage-mates there, or none to any peer of some other
-stage. A peer that lacks somebody waits, and takes no place: then no round waits for two that cannot talk. What is known
-of ways is what peers have found out themselves.
+stage. A peer that lacks somebody waits, and takes no place: then no round waits for two that cannot talk. Peers find
+out themselves which ways they lack.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def lacking(view: SwarmView) -> frozenset[str]:
 
 
 def as_reached(view: SwarmView) -> SwarmView:
-    """The view without joiners that wait for a way; whoever serves and lacks somebody stands there as if it drained."""
+    """The view without joiners that wait for a way; peers that serve and lack somebody stand there as if they drained."""
     if not (idle := lacking(view)):
         return view
     peers = (replace(peer, state=PeerState.DRAINING) if peer.peer_id in idle else peer for peer in view.peers)

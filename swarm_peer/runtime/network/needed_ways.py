@@ -1,7 +1,7 @@
 """The ways that a stage needs of this peer: it tries them, remembers which were in vain, and says what would help.
 
-What a peer needs, and who of two goes, stands in policy/placement/ways.py. Another peer's word moves nobody: each acts
-on what it has found out itself.
+policy/placement/ways.py says what a peer needs, and which of two gives its place up. Another peer's word moves nobody:
+each acts on what it has found out itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 2
 # Of each other stage, so many are tried at a time, until one is reached.
 MOST_TRIED = 4
-# What was in vain, and is not needed, is remembered for so long.
+# A try in vain is remembered for so long, if this peer does not repeat it.
 REMEMBERED_S = 900.0
 # Peers that a line names.
 MOST_NAMED = 4
@@ -123,7 +123,7 @@ class NeededWays:
         return self.in_words(lacks) if (lacks := await self.lacks(stage)) else ""
 
     def in_words(self, lacks: Collection[str]) -> str:
-        """Whom this peer does not reach, and whose open port would help most."""
+        """Name the peers that this one does not reach, and those whose open port would help most."""
         ends = helpful_ports(self._me, lacks, missing_ways(self.complete(self._view).peers))
         help_ = " or ".join(f"{self._port_of(end)} on the router of {self._name_of(end)}" for end in ends[:MOST_NAMED])
         names = sorted(map(self._name_of, lacks))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from swarm_peer.errors import NoRoom
 
-# Of all places, those that holders of one ticket may have together: whoever comes by another one finds some.
+# Of all places, those that holders of one ticket may have together: holders of another one find some left.
 SHARE_OF_TICKET = 0.8
 
 
