@@ -59,7 +59,7 @@ def lacking(view: SwarmView) -> frozenset[str]:
 
 
 def as_reached(view: SwarmView) -> SwarmView:
-    """The view without joiners that wait for a way; peers that serve and lack somebody stand there as if they drained."""
+    """The view without joiners that wait for a way, in which members that lack somebody stand as if they drained."""
     if not (idle := lacking(view)):
         return view
     peers = (replace(peer, state=PeerState.DRAINING) if peer.peer_id in idle else peer for peer in view.peers)
