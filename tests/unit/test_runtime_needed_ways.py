@@ -17,7 +17,7 @@ from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import mover as movers
 from swarm_peer.runtime.lifecycle import Lifecycle
 from swarm_peer.runtime.mover import Mover
-from swarm_peer.runtime.network.needed_ways import PATIENCE, REMEMBERED_S, NeededWays
+from swarm_peer.runtime.network.needed_ways import MOST_TRIED, PATIENCE, REMEMBERED_S, NeededWays
 from swarm_peer.wire.records import MAX_UNREACHED
 
 MANIFEST = RunManifest.model_validate(
@@ -243,10 +243,19 @@ async def test_the_last_peer_of_a_stage_stays() -> None:
     assert stay.lifecycle.state is PeerState.SERVING
 
 
-async def test_no_more_than_some_are_announced() -> None:
+async def test_some_are_tried_at_a_time_and_no_more_than_some_announced() -> None:
     many = [f"p{number}" for number in range(20)]
+    swarm = Swarm([many, ["cleo"]], {"cleo", *many[:4]})
+    assert await swarm.ways.lacks(0) == set(many) - swarm.connected
+    assert len(swarm.dialled) == MOST_TRIED
+    while len(swarm.dialled) <= len(many):
+        await swarm.ways.lacks(0)
+    assert set(swarm.dialled[: len(many) + 1]) == {*many, "cleo"}, "those first that were not tried yet"
+    assert await swarm.ways.lacks(0) == set(many[4:])
     swarm = Swarm([many, ["cleo"]], {"cleo"})
-    await swarm.ways.lacks(0)
+    assert await swarm.ways.explain(0) != ""
+    while len(swarm.dialled) <= len(many):
+        await swarm.ways.lacks(0)
     swarm.announce_anew()
     assert len(swarm.ways.without) == 20
     assert len(Stay(swarm, PeerState.JOINING).mover.unreached) == MAX_UNREACHED

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 # A peer with a place gives it up once a way has been missing for so many lifetimes of an announcement: a connection may
 # break for a moment.
 PATIENCE = 2
-# Of each other stage, so many are tried at a time, until one is reached.
-MOST_TRIED = 4
+# So many ways are tried at a time: helpers see to few wishes of a peer at once.
+MOST_TRIED = 8
 # A try in vain is remembered for so long, if this peer does not repeat it.
 REMEMBERED_S = 900.0
 # Peers that a line names.
@@ -85,28 +85,29 @@ class NeededWays:
     async def lacks(self, stage: int) -> frozenset[str]:
         """Try the ways that this peer needs in a stage; returns those that it needs and does not reach now.
 
+        It tries some at a time, those first that it has not tried yet, and goes on at the next call.
+
         One of them may only have died: `without` tells who is there all the same.
         """
         rosters = self._rosters()
         try:
             connected = await self._dht.connected()
-            wanted = set(rosters[stage]) - connected - {self._me}
-            for there in (rosters[k] for k in range(len(rosters)) if k != stage):
-                if connected.isdisjoint(there):
-                    wanted.update(sorted(there, key=self._in_vain.__contains__)[:MOST_TRIED])
-            if wanted:
-                await self._dht.dial(sorted(wanted))
+            mates = set(rosters[stage]) - {self._me}
+            others = [there for k, there in enumerate(rosters) if k != stage and connected.isdisjoint(there)]
+            wanted = sorted((mates - connected).union(*others), key=lambda peer: (peer in self._in_vain, peer))
+            if tried := wanted[:MOST_TRIED]:
+                await self._dht.dial(tried)
                 connected = await self._dht.connected()
         except CallError as error:
             log.debug("ways_unknown reason=%s", error)
             return frozenset()
         now_s = self._clock.monotonic_s()
         remembered = {peer_id for peer_id, (_, at_s) in self._in_vain.items() if at_s > now_s - REMEMBERED_S}
-        failed = (wanted | remembered) - connected
+        failed = remembered.union(tried) - connected
         self._in_vain = {
             peer.peer_id: self._in_vain.get(peer.peer_id, (peer.announced, now_s)) for peer in self._known(failed)
         }
-        return lacked(stage, rosters, failed)
+        return lacked(stage, rosters, failed | (mates - connected))
 
     def gives_way(self, stage: int) -> frozenset[str]:
         """The peers because of whom this one gives up its place in a stage; none if it stays."""
@@ -120,7 +121,10 @@ class NeededWays:
 
     async def explain(self, stage: int) -> str:
         """Try the ways that this peer needs in a stage; says which are missing, and what would help; empty if none."""
-        return self.in_words(lacks) if (lacks := await self.lacks(stage)) else ""
+        lacks = await self.lacks(stage)
+        if lacks and lacks.isdisjoint(self._in_vain):
+            return "it tries the ways to its stage-mates"
+        return self.in_words(lacks.intersection(self._in_vain)) if lacks else ""
 
     def in_words(self, lacks: Collection[str]) -> str:
         """Name the peers that this one does not reach, and those whose open port would help most."""
