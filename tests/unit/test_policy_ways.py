@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.lost_stage import choose_mover
 from swarm_peer.policy.placement.move_search import RebalancingParameters
-from swarm_peer.policy.placement.rebalancing import choose_stage, rebalance
+from swarm_peer.policy.placement.movers import OpenMove
+from swarm_peer.policy.placement.rebalancing import Move, choose_stage, rebalance
 from swarm_peer.policy.placement.ways import (
     as_reached,
     cut_off,
@@ -148,6 +150,18 @@ def test_nobody_moves_to_a_mate_that_it_does_not_reach_nor_from_one_who_needs_it
     poor_pair = peer("y", 1), peer("z", 1)
     assert [move.peer_id for move in rebalance(view(*rich, *poor_pair), PARAMS, 0.0).moves] == ["a"]
     assert not rebalance(view(rich[0], *(peer(name, 0, "y") for name in "bcd"), *poor_pair), PARAMS, 0.0).moves
+
+
+def test_a_mover_that_waits_for_a_way_where_it_has_come_counts_for_nothing() -> None:
+    policy = LiveRebalancer(PARAMS, announcement_s=30.0, begun_s=0.0)
+    moves = OpenMove(move=Move("m", 0, 1, ""), peer=peer("m", 0), work_per_s=9.0, given_s=0.0, patience_s=60.0)
+    policy.movers.open["m"] = moves
+    here = [peer("a", 0), peer("b", 0), peer("c", 0), peer("x", 1)]
+    waits = peer("m", 1, "x", state=PeerState.JOINING)
+    looks = (policy.look(view(*here, waits), 30.0, 30.0, float(second)) for second in range(0, 100, 2))
+    notes = [note.text for each in looks for note in each]
+    assert notes[0] == "peer_moved peer=m from=0 to=1"
+    assert next(note for note in notes if "assigned" in note).startswith("peer_assigned peer=a to=1"), "another one goes"
 
 
 @given(st.data())
