@@ -161,7 +161,9 @@ def test_a_mover_that_waits_for_a_way_where_it_has_come_counts_for_nothing() -> 
     looks = (policy.look(view(*here, waits), 30.0, 30.0, float(second)) for second in range(0, 100, 2))
     notes = [note.text for each in looks for note in each]
     assert notes[0] == "peer_moved peer=m from=0 to=1"
-    assert next(note for note in notes if "assigned" in note).startswith("peer_assigned peer=a to=1"), "another one goes"
+    assert next(note for note in notes if "assigned" in note).startswith("peer_assigned peer=a to=1"), (
+        "another one goes"
+    )
 
 
 @given(st.data())
