@@ -521,6 +521,8 @@ def test_peers_of_a_live_run_have_their_measured_speed() -> None:
     groups = live_groups(manifest, SwarmView(2, (*peers[:2], lent)), LivePeers(download_bytes_per_s=1e6))
     [thin] = [group for group in groups if group.upload_bytes_per_s < inf]
     assert (thin.upload_bytes_per_s, thin.download_bytes_per_s) == (5e5, 1e6)
+    assert {group.averaging_gain for group in groups} == {1.0, AVERAGING_GAIN}
+    assert thin.averaging_gain == 1.0, "it has no gaps to fill"
     assert thin.flops_per_s == pytest.approx(8.0 * works[1].flops, rel=0.05)
     with pytest.raises(UserError, match="none of the 1 peers of run gpt2-124m has measured its speed: wait"):
         live_groups(manifest, SwarmView(2, peers[3:]), LivePeers())
