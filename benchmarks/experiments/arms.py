@@ -1,0 +1,141 @@
+"""Ways to train, by names such as `periodic-10+muon@0.01`: what each changes in the manifest that all share.
+
+A name is parts with + between them, and perhaps a learning rate after @. Parts that are not named are those of the
+reference, `adamw`: data-parallel, with nothing encoded and whole hidden states between stages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.config_files import load_manifest
+from coordinator.run.resolving import resolve_manifest
+from swarm_peer.config import RunManifest
+from swarm_peer.errors import UserError
+
+CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
+REFERENCE = "adamw"
+# Models by their number of parameters: the demo's, and larger ones of its family.
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "2M": (),
+    "10M": ("model.config.n_embd=384", "model.config.n_layer=6", "stages.count=3"),
+    "40M": ("model.config.n_embd=640", "model.config.n_layer=8", "model.config.n_head=10", "stages.count=4"),
+}
+COMMON = ("training.global_batch_size=16", "training.validation_samples=256", "data.validation_documents=1024")
+# The part of the steps in which the learning rate rises.
+WARM_UP = 0.1
+RATES: Mapping[str, float] = {"adamw": 1e-3, "muon": 2e-2}
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("optimizer.name=adamw",),
+    "muon": ("optimizer.name=muon",),
+    "delayed": ("averaging.mode=delayed",),
+    "plain-delayed": ("averaging.mode=delayed", "averaging.eager_updates=false"),
+    # The outer step of DiLoCo's default, instead of plain means of the members' weights.
+    "nesterov": ("averaging.outer_learning_rate=0.7", "averaging.outer_momentum=0.9"),
+    "wires-8bit": ("wire={activations: blockwise_8bit, gradients: blockwise_8bit}",),
+    "wires-5bit": ("wire={activations: int5_hadamard, gradients: int4_hadamard}",),
+    "wires-4bit": ("wire={activations: int4_hadamard, gradients: int4_hadamard}",),
+    "gradients-4bit": ("wire={activations: blockwise_8bit, gradients: int4_hadamard}",),
+    # Members average, and nothing is encoded: how far other roundings alone turn a training.
+    "averages-none": ("averaging.compression=none",),
+    "averages-8bit": ("averaging.compression=blockwise_8bit",),
+    "averages-4bit": ("averaging.compression=int4_hadamard",),
+    "topk_2bit": ("averaging.compression=topk_2bit",),
+    "sign": ("averaging.compression=sign",),
+}
+_PERIODIC, _RANK, _MAXOUT, _MEMBERS = (re.compile(text) for text in (r"periodic-(\d+)", r"d/(\d+)", r"maxout-(\d+)", r"x(\d+)"))
+# MLPs are a multiple of so many values wide.
+STEP = 4
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        members: of each stage that share a global batch
+        averages: whether members average each gradient by a codec that loses nothing for later rounds
+        rate: learning rate
+        settings: what the parts change, as `--set` takes it
+        boundary: values that pass between stages, as `--set` takes it, if fewer than a hidden state has
+    """
+
+    name: str
+    members: int
+    averages: bool
+    rate: float
+    settings: tuple[str, ...]
+    boundary: tuple[str, int] | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Arm:
+        """The arm of a name.
+
+        Raises:
+            UserError: it names a part that there is none of
+        """
+        text, _, rate = name.partition("@")
+        parts, members, settings, boundary = text.split("+"), 2, [], None
+        for part in parts:
+            if part in PARTS:
+                settings += PARTS[part]
+            elif found := _PERIODIC.fullmatch(part):
+                means = ("averaging.outer_learning_rate=1", "averaging.outer_momentum=0")
+                settings = ["averaging.mode=periodic", f"averaging.inner_steps={found[1]}", *means, *settings]
+            elif found := _MEMBERS.fullmatch(part):
+                members = int(found[1])
+            elif found := _RANK.fullmatch(part) or _MAXOUT.fullmatch(part):
+                boundary = (found.re.pattern[0], int(found[1]))
+            else:
+                known = ", ".join((*PARTS, "periodic-H", "d/K", "maxout-K", "xMEMBERS"))
+                raise UserError(f"arm {name!r}: {part!r} is none of the parts {known}; correct it")
+        optimizer = "muon" if "muon" in parts else "adamw"
+        averages = any(part.startswith("averages-") for part in parts)
+        return cls(name, members, averages, float(rate or RATES[optimizer]), tuple(settings), boundary)
+
+    def manifest(self, size: str, seed: int, steps: int, more: Sequence[str] = ()) -> RunManifest:
+        """The manifest of a training.
+
+        Args:
+            more: settings of all arms, as `--set` takes them
+
+        Raises:
+            UserError: settings do not fit each other
+        """
+        common = (*COMMON, *SIZES[size], *more)
+        own = (
+            f"seed={seed}",
+            f"training.steps={steps}",
+            f"training.validation_every={steps}",
+            f"schedule.warmup_steps={round(WARM_UP * steps)}",
+            "recovery.snapshot_every=0",  # nobody rewinds, and snapshots may not fit into periods
+            f"optimizer.learning_rate={self.rate}",
+        )
+        batch = load_manifest(CONFIG, common).training.global_batch_size
+        settings = (*common, *own, *self.settings)
+        is_shared = self.averages or any(setting.startswith("averaging.") for setting in self.settings)
+        settings = (*settings, f"training.microbatch_size={batch // self.members if is_shared else batch}")
+        return load_manifest(CONFIG, (*settings, *self._boundary_settings(common)))
+
+    def _boundary_settings(self, common: Sequence[str]) -> tuple[str, ...]:
+        """The boundary, and MLPs so wide that as many values are trained as without it, with the same cut."""
+        if self.boundary is None:
+            return ()
+        reference = resolve_manifest(load_manifest(CONFIG, common))
+        kind, number = self.boundary
+        value = f"{{rank: {reference.hidden_size // number}}}" if kind == "d" else f"{{maxout: {number}}}"
+        layers = json.dumps([len(spec.layers) for spec in reference.specs])
+        settings = (f"stages.layers={layers}", f"model.boundary={value}")
+        low, high = (num_trained((*common, *settings, f"model.config.n_inner={width}")) for width in (STEP, 2 * STEP))
+        width = STEP * (1 + round((num_trained(common) - low) / (high - low)))
+        return (*settings, f"model.config.n_inner={width}")
+
+
+def num_trained(settings: Sequence[str]) -> int:
+    """How many values the demo with these settings trains."""
+    resolved = resolve_manifest(load_manifest(CONFIG, settings))
+    return sum(resolved.num_trained(spec) for spec in resolved.specs)
