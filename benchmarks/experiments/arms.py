@@ -47,7 +47,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "topk_2bit": ("averaging.compression=topk_2bit",),
     "sign": ("averaging.compression=sign",),
 }
-_PERIODIC, _RANK, _MAXOUT, _MEMBERS = (re.compile(text) for text in (r"periodic-(\d+)", r"d/(\d+)", r"maxout-(\d+)", r"x(\d+)"))
+_PERIODIC, _RANK, _MAXOUT, _MEMBERS = (
+    re.compile(text) for text in (r"periodic-(\d+)", r"d/(\d+)", r"maxout-(\d+)", r"x(\d+)")
+)
 # MLPs are a multiple of so many values wide.
 STEP = 4
 

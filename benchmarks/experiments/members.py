@@ -28,6 +28,7 @@ def baseline_of(resolved: ResolvedManifest, num_members: int, averages: bool, de
         return AveragedBaseline(resolved, num_members, averaging.compression, device)
     return Baseline(resolved, device)
 
+
 class AveragedBaseline(Baseline):
     """A reference process whose microbatches several members of each stage share, which average their gradients.
 
@@ -105,5 +106,3 @@ class RoutedBaseline(Baseline):
         while True:
             turns = [self._rng.sample(range(len(replicas)), len(replicas)) for replicas in self._replicated.stages]
             yield from map(list, zip(*turns, strict=True))
-
-
