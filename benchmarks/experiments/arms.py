@@ -6,13 +6,13 @@ reference, `adamw`: data-parallel, with nothing encoded and whole hidden states 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config_files import load_manifest
+from coordinator.planning.boundaries import with_boundary
 from coordinator.run.resolving import resolve_manifest
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -47,11 +47,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "topk_2bit": ("averaging.compression=topk_2bit",),
     "sign": ("averaging.compression=sign",),
 }
-_PERIODIC, _RANK, _MAXOUT, _MEMBERS = (
-    re.compile(text) for text in (r"periodic-(\d+)", r"d/(\d+)", r"maxout-(\d+)", r"x(\d+)")
-)
-# MLPs are a multiple of so many values wide.
-STEP = 4
+_PERIODIC, _RANK, _MAXOUT, _MEMBERS = map(re.compile, (r"periodic-(\d+)", r"d/(\d+)", r"maxout-(\d+)", r"x(\d+)"))
+# So small models need a fine one, to train as many values as each other.
+MLP_MULTIPLE = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Arm:
         averages: whether members average each gradient by a codec that loses nothing for later rounds
         rate: learning rate
         settings: what the parts change, as `--set` takes it
-        boundary: values that pass between stages, as `--set` takes it, if fewer than a hidden state has
+        boundary: d or maxout, and of how many values one passes; None for whole hidden states
     """
 
     name: str
@@ -90,8 +88,10 @@ class Arm:
                 settings = ["averaging.mode=periodic", f"averaging.inner_steps={found[1]}", *means, *settings]
             elif found := _MEMBERS.fullmatch(part):
                 members = int(found[1])
-            elif found := _RANK.fullmatch(part) or _MAXOUT.fullmatch(part):
-                boundary = (found.re.pattern[0], int(found[1]))
+            elif found := _RANK.fullmatch(part):
+                boundary = ("d", int(found[1]))
+            elif found := _MAXOUT.fullmatch(part):
+                boundary = ("maxout", int(found[1]))
             else:
                 known = ", ".join((*PARTS, "periodic-H", "d/K", "maxout-K", "xMEMBERS"))
                 raise UserError(f"arm {name!r}: {part!r} is none of the parts {known}; correct it")
@@ -117,27 +117,14 @@ class Arm:
             "recovery.snapshot_every=0",  # nobody rewinds, and snapshots may not fit into periods
             f"optimizer.learning_rate={self.rate}",
         )
-        batch = load_manifest(CONFIG, common).training.global_batch_size
-        settings = (*common, *own, *self.settings)
+        batch = load_manifest(CONFIG, (*common, "training.microbatch_size=1")).training.global_batch_size
         is_shared = self.averages or any(setting.startswith("averaging.") for setting in self.settings)
-        settings = (*settings, f"training.microbatch_size={batch // self.members if is_shared else batch}")
-        return load_manifest(CONFIG, (*settings, *self._boundary_settings(common)))
+        microbatch = f"training.microbatch_size={batch // self.members if is_shared else batch}"
+        manifest = load_manifest(CONFIG, (*common, *own, microbatch, *self.settings))
+        return manifest if self.boundary is None else self._with_boundary(manifest, *self.boundary)
 
-    def _boundary_settings(self, common: Sequence[str]) -> tuple[str, ...]:
-        """The boundary, and MLPs so wide that as many values are trained as without it, with the same cut."""
-        if self.boundary is None:
-            return ()
-        reference = resolve_manifest(load_manifest(CONFIG, common))
-        kind, number = self.boundary
-        value = f"{{rank: {reference.hidden_size // number}}}" if kind == "d" else f"{{maxout: {number}}}"
-        layers = json.dumps([len(spec.layers) for spec in reference.specs])
-        settings = (f"stages.layers={layers}", f"model.boundary={value}")
-        low, high = (num_trained((*common, *settings, f"model.config.n_inner={width}")) for width in (STEP, 2 * STEP))
-        width = STEP * (1 + round((num_trained(common) - low) / (high - low)))
-        return (*settings, f"model.config.n_inner={width}")
-
-
-def num_trained(settings: Sequence[str]) -> int:
-    """How many values the demo with these settings trains."""
-    resolved = resolve_manifest(load_manifest(CONFIG, settings))
-    return sum(resolved.num_trained(spec) for spec in resolved.specs)
+    def _with_boundary(self, manifest: RunManifest, kind: str, number: int) -> RunManifest:
+        """The run with a boundary, cut alike, and with MLPs so wide that as many values are trained."""
+        resolved = resolve_manifest(manifest)
+        boundary = {"rank": resolved.hidden_size // number} if kind == "d" else {"maxout": number}
+        return with_boundary(resolved.manifest, [len(spec.layers) for spec in resolved.specs], boundary, MLP_MULTIPLE)

@@ -1,12 +1,12 @@
 """What does each way to train cost in loss, and in steps to the same loss? Reference processes without a network.
 
-    python benchmarks/experiments/loss.py FOLDER --arms muon delayed periodic-10 periodic-10+muon --sizes 2M --seeds 1 2 \
-        --steps 210 --reference-steps 120 150 210 300
+    python benchmarks/experiments/loss.py FOLDER --arms muon delayed periodic-10 periodic-10+muon --steps 210 \
+        --reference-steps 120 150 210 300 --seeds 1 2 --sizes 2M
     python benchmarks/experiments/loss.py FOLDER --table
 
 An arm is parts with + between them (arms.py). Trainings of one size and seed begin with the same weights, but for arms
-with another boundary, and read the same samples of FOLDER/text, which the first call makes of `--text`: the sources of all
-installed packages, if not given. Each training is a line of FOLDER/results.jsonl, and none is repeated.
+with another boundary, and read the same samples of FOLDER/text, which the first call makes of `--text`: the sources of
+all installed packages, if not given. Each training is a line of FOLDER/results.jsonl, and none is repeated.
 
 The loss is the validation loss after the last step, without codecs on the wires, as the saved model has it. Differences
 are from the reference's of the same seed. The steps' factor says how many times as many steps an arm takes to a loss as
@@ -26,6 +26,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -79,7 +80,7 @@ def steps_factor(steps: int, loss: float, reference: Mapping[int, float]) -> Fou
     lengths = sorted(reference)
     if loss > reference[lengths[0]]:
         return Found(steps / lengths[0], ">")
-    for few, many in zip(lengths, lengths[1:], strict=False):
+    for few, many in pairwise(lengths):
         begin, end = reference[few], reference[many]
         if begin >= loss >= end:
             share = math.log(begin / loss) / math.log(begin / end) if begin > end else 0.0
