@@ -79,7 +79,8 @@ class Arm:
             UserError: it names a part that there is none of
         """
         text, _, rate = name.partition("@")
-        parts, members, settings, boundary = text.split("+"), 2, [], None
+        parts, members, boundary = text.split("+"), 2, None
+        settings: list[str] = []
         for part in parts:
             if part in PARTS:
                 settings += PARTS[part]

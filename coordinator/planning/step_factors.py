@@ -15,7 +15,7 @@ from swarm_peer.settings import Count, Section
 
 Part = Literal["mode", "activations", "gradients", "averaging", "boundary", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
-# What each part is compared with.
+# Factors are against a way with these values.
 REFERENCE: Mapping[Part, str] = {
     "mode": "synchronous",
     "activations": "none",
@@ -126,7 +126,7 @@ class Way(NamedTuple):
 
 
 def find_factor(way: Way, part: Part) -> StepFactor | None:
-    """What is known of one part of a way: what was measured nearest to its model's size, if anything."""
+    """The entry for one part of a way that was measured nearest to its model's size; None if there is none."""
     known = [entry for entry in step_factors() if entry.part == part and _holds_for(entry, way)]
     return min(known, key=lambda entry: _distance(entry, way), default=None)
 
@@ -148,7 +148,7 @@ def _distance(entry: StepFactor, way: Way) -> tuple[float, float, int]:
 def relative_steps(way: Way, base: Way) -> tuple[Interval | None, list[StepFactor]]:
     """Times as many steps as another way takes to the same loss, and what that is known from; None if it is not known.
 
-    What both have in common is left out.
+    Parts that both have in common are left out.
     """
     steps, sources = EXACTLY_ONE, []
     for part in PARTS:

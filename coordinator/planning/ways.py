@@ -69,7 +69,7 @@ def _by_time(row: dict[str, Any]) -> tuple[bool, float]:
 
 
 class _Comparison:
-    """What all ways are compared with: a manifest, and the peers and stages of its plan."""
+    """A manifest with the peers and stages of its plan, and the ways that differ from it."""
 
     def __init__(self, manifest: RunManifest, made: Plan, prediction: Prediction):
         assert made.best is not None
