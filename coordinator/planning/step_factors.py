@@ -66,29 +66,31 @@ class StepFactor(Section):
 
     @model_validator(mode="after")
     def _is_one_figure(self) -> StepFactor:
-        figure = self.loss if self.factor is None else self.factor
+        name = f"{self.part} {self.value}"
         if (self.factor is None) != (self.loss is not None) or (self.loss is None) != (self.slope is None):
-            raise ValueError(f"{self.part} {self.value}: give factor, or loss and slope")
+            raise ValueError(f"{name}: give factor, or loss and slope")
         if (self.low is None) != (self.high is None):
-            raise ValueError(f"{self.part} {self.value}: give both of low and high, or none")
-        if figure is None or not (figure if self.low is None else self.low) <= figure <= (self.high or inf):
-            raise ValueError(f"{self.part} {self.value}: {figure} is not between low={self.low} and high={self.high}")
+            raise ValueError(f"{name}: give both of low and high, or none")
+        if self.low is not None and self.high is not None and not self.low <= self._figure <= self.high:
+            raise ValueError(f"{name}: {self._figure} is not between low={self.low} and high={self.high}")
         return self
+
+    @property
+    def _figure(self) -> float:
+        figure = self.loss if self.factor is None else self.factor
+        assert figure is not None, "one of them is given"
+        return figure
 
     @property
     def steps(self) -> Interval:
         """Times as many steps as the reference takes."""
-        if self.factor is not None:
-            value, low, high = self.factor, self.low, self.high
-        else:
-            assert self.loss is not None
-            assert self.slope is not None
-            slope = self.slope
-            value = (1 + self.loss) ** (1 / slope)
-            low, high = ((None if end is None else (1 + end) ** (1 / slope)) for end in (self.low, self.high))
-        if low is None or high is None:
+        value = self._in_steps(self._figure)
+        if self.low is None or self.high is None:
             return Interval(value, value * (1 - UNKNOWN_SPREAD), value * (1 + UNKNOWN_SPREAD))
-        return Interval(value, low, high)
+        return Interval(value, self._in_steps(self.low), self._in_steps(self.high))
+
+    def _in_steps(self, figure: float) -> float:
+        return figure if self.slope is None else float((1 + figure) ** (1 / self.slope))
 
     @property
     def known_from(self) -> str:

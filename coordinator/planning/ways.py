@@ -132,8 +132,11 @@ class _Comparison:
 
     def _time(self, manifest: RunManifest, base: RunManifest) -> Interval | None:
         """The time to a loss, relative to another way's."""
-        steps, rate = self._steps(manifest, base)[0], self._rate(manifest)
-        return Interval(*(end * self._rate(base) / rate for end in steps)) if steps and rate else None
+        steps, _ = self._steps(manifest, base)
+        if steps is None or not (rate := self._rate(manifest)):
+            return None
+        slower = self._rate(base) / rate
+        return Interval(*(end * slower for end in steps))
 
     def _rate(self, manifest: RunManifest) -> float:
         """Samples per second."""
