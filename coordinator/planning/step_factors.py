@@ -128,7 +128,10 @@ class Way(NamedTuple):
 
 
 def find_factor(way: Way, part: Part) -> StepFactor | None:
-    """The entry for one part of a way that was measured nearest to its model's size; None if there is none."""
+    """The entry for one part of a way that was measured nearest to it; None if there is none.
+
+    The nearest is that of as few members as do, then of the nearest size, then of most seeds.
+    """
     known = [entry for entry in step_factors() if entry.part == part and _holds_for(entry, way)]
     return min(known, key=lambda entry: _distance(entry, way), default=None)
 
@@ -143,8 +146,7 @@ def _holds_for(entry: StepFactor, way: Way) -> bool:
 
 
 def _distance(entry: StepFactor, way: Way) -> tuple[float, float, int]:
-    """The nearest in size; of these, the one with as few members as do, and the one of most seeds."""
-    return abs(log(entry.parameters / way.parameters)), entry.members or inf, -(entry.seeds or 0)
+    return entry.members or inf, abs(log(entry.parameters / way.parameters)), -(entry.seeds or 0)
 
 
 def relative_steps(way: Way, base: Way) -> tuple[Interval | None, list[StepFactor]]:

@@ -86,7 +86,8 @@ class _Comparison:
         if len(self._layers) > 1:
             for activations, gradients in WIRES:
                 yield partial(_with, section="wire", activations=activations, gradients=gradients)
-            shares = dict.fromkeys(entry.value for entry in step_factors() if entry.part == "boundary")
+            boundaries = (entry.value for entry in step_factors() if entry.part == "boundary")
+            shares = dict.fromkeys(value for value in boundaries if value.startswith("d/"))
             for share in shares:
                 rank = self._hidden_size // int(share.removeprefix("d/"))
                 yield partial(_with_rank, layers=self._layers, rank=rank)

@@ -95,6 +95,16 @@ def test_what_was_measured_nearest_in_size_counts(table: list[StepFactor]) -> No
     assert log(3.2e7) - log(1e6) > log(1e9) - log(3.2e7)
 
 
+def test_figures_of_as_few_members_as_do_count_before_the_size(table: list[StepFactor]) -> None:
+    for members, parameters, factor in ((2, 2e9, 1.1), (4, 2e9, 1.3), (4, 2e3, 1.2), (16, 2e6, 1.9)):
+        table.append(entry(part="mode", value="delayed", factor=factor, parameters=parameters, members=members))
+    for members, factor in ((2, 1.1), (3, 1.3), (4, 1.3), (5, 1.9), (16, 1.9)):
+        steps, _ = relative_steps(way(2e7, members, mode="delayed"), way(2e7, members))
+        assert steps is not None
+        assert steps.value == factor
+    assert relative_steps(way(2e7, 17, mode="delayed"), way(2e7, 17))[0] is None
+
+
 def test_factors_of_parts_are_multiplied_and_what_both_ways_have_is_left_out(table: list[StepFactor]) -> None:
     delayed = entry(part="mode", value="delayed", factor=1.5, low=1.2, high=2.0)
     muon = entry(part="optimizer", value="muon", factor=0.5, low=0.4, high=0.8)
