@@ -76,7 +76,7 @@ class Arm:
         """The arm of a name.
 
         Raises:
-            UserError: it names a part that there is none of
+            UserError: it names a part that there is none of, or parts that do not fit each other
         """
         text, _, rate = name.partition("@")
         parts, members, boundary = text.split("+"), 2, None
@@ -98,6 +98,10 @@ class Arm:
                 raise UserError(f"arm {name!r}: {part!r} is none of the parts {known}; correct it")
         optimizer = "muon" if "muon" in parts else "adamw"
         averages = any(part.startswith("averages-") for part in parts)
+        if averages and sum("averaging." in setting for setting in settings) > 1:
+            raise UserError(
+                f"arm {name!r}: averages-... are simulated for synchronous averages alone; leave a part out"
+            )
         return cls(name, members, averages, float(rate or RATES[optimizer]), tuple(settings), boundary)
 
     def manifest(self, size: str, seed: int, steps: int, more: Sequence[str] = ()) -> RunManifest:

@@ -56,6 +56,8 @@ def test_an_arm_is_parts_and_a_rate() -> None:
 def test_a_part_that_there_is_none_of_is_told() -> None:
     with pytest.raises(UserError, match="'lion' is none of the parts adamw, muon"):
         Arm.of("delayed+lion")
+    with pytest.raises(UserError, match="simulated for synchronous averages alone"):
+        Arm.of("averages-8bit+delayed")
 
 
 @pytest.mark.parametrize("size", SIZES)
