@@ -84,7 +84,7 @@ def _known(peer: PeerView, assumed: LivePeers) -> LivePeers:
         memory_bytes=peer.memory_bytes or assumed.memory_bytes,
         upload_bytes_per_s=up,
         download_bytes_per_s=down,
-        # What is lent of a link has no gaps that averages could fill.
+        # A link that is lent in part has no gaps that averages could fill.
         averaging_gain=1.0 if is_lent else assumed.averaging_gain,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
 from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, stage_works, widened_layer_flops
-from coordinator.planning.ways import compare_ways
+from coordinator.planning.ways_to_train import compare_ways
 from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError

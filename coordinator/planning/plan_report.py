@@ -13,7 +13,7 @@ from rich.table import Table
 
 from coordinator.planning.advice import MOST_NAMED, named_counts
 from coordinator.planning.stage_work import COMPARED_CODECS
-from coordinator.planning.ways import LITTLE
+from coordinator.planning.ways_to_train import LITTLE
 from coordinator.watch.what_is_trained import in_millions
 
 # Options that do less than this share of the best one's tokens/s are left out.

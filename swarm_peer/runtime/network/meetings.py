@@ -7,8 +7,8 @@ Nodes behind routers keep connections to those that can be dialled. Such a node 
 * To relay, where that fails. Each end makes its stream to the helper look like a connection of TCP to its own daemon,
   and the daemons connect through it as through any other: who they are is proven end to end, and the relay cannot read
   what it carries.
-* To punch: two whose connection is carried meet again, and begin a connection at the same moment. What one sends opens
-  its own router for what comes from the other ("hole punching", as libp2p's DCUtR does it). It fails where both routers
+* To punch: two whose connection is carried meet again, and begin a connection at the same moment. Each one's packets
+  open its own router for those of the other ("hole punching", as libp2p's DCUtR does it). It fails where both routers
   give each connection a port of its own.
 
 libp2p's own relays are off: they carry for everybody who asks. A helper helps members of the run alone, which show

@@ -43,7 +43,7 @@ def entry(**fields: object) -> StepFactor:
 def table(monkeypatch: pytest.MonkeyPatch) -> list[StepFactor]:
     """What is known, in the place of the file's entries; empty."""
     entries: list[StepFactor] = []
-    for module in ("coordinator.planning.step_factors", "coordinator.planning.ways"):
+    for module in ("coordinator.planning.step_factors", "coordinator.planning.ways_to_train"):
         monkeypatch.setattr(f"{module}.step_factors", lambda: entries)
     return entries
 
