@@ -70,7 +70,7 @@ def device_bytes(namespace: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """What the owner lends of a link, in megabits per second; 0 for all of it."""
+    """The part of its link that a peer has from its owner, in megabits per second; 0 for all of it."""
 
     upload_mbps: float
     download_mbps: float
