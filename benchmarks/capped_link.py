@@ -6,7 +6,8 @@ Two stages with two peers each, on machines of a box of links at 100 Mb/s and 10
 most 1500 bytes; one peer of the second stage has a cap. Its device could do several times what its link lets through.
 Half-way a newcomer comes into each stage and downloads the state. At the end the owner pauses the peer for a while.
 Prints a JSON object: megabits per second of the capped peer's network device, in and out, by half minute, as
-/proc/net/dev counts packets with the headers of TCP and IP. Linux, and root, only.
+/proc/net/dev counts packets with the headers of TCP and IP; and a round's seconds until the newcomers come, beside
+those that the planner expects of the peers and their links. Linux, and root, only.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 from links import Box, LinkOptions, box, enter_namespace
+from wan_prediction import predict, usual_peer
 from wan_swarm import PROGRAM, troubles
 from wan_workload import Workload
 
@@ -36,6 +40,7 @@ from swarm import LiveSwarm, SwarmStopped, run_swarm
 
 from coordinator.run.local_peers import LOOPBACK, Launch
 from swarm_peer.commands.pause import pause
+from swarm_peer.runtime.context import BYTES_PER_BYTE
 
 CAPPED = "capped.1"
 METRICS_PORT = 9100
@@ -63,12 +68,25 @@ def device_bytes(namespace: str) -> tuple[int, int]:
     return int(fields[0]), int(fields[8])
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The part of its link that a peer has from its owner, in megabits per second; 0 for all of it."""
+
+    upload_mbps: float
+    download_mbps: float
+
+    def options(self) -> list[str]:
+        """The options of `swarm-peer` that say so."""
+        caps = {"upload": self.upload_mbps, "download": self.download_mbps}
+        return [word for name, mbps in caps.items() if mbps for word in (f"--max-{name}-mbps", str(mbps))]
+
+
 class Measurement:
     """The script of the run."""
 
-    def __init__(self, network: Box, caps: list[str], seconds: float):
+    def __init__(self, network: Box, lent: Lent, seconds: float):
         self._network = network
-        self._caps = caps
+        self._lent = lent
         self._seconds = seconds
         self.figures: dict[str, Any] = {}
         self.machines: dict[str, Any] = {}
@@ -100,17 +118,18 @@ class Measurement:
         )
 
     async def __call__(self, swarm: LiveSwarm) -> None:
-        names = {"0.0": "", "0.1": "", "1.0": "", CAPPED: " ".join(self._caps)}
+        names = {"0.0": "", "0.1": "", "1.0": "", CAPPED: " ".join(self._lent.options())}
         for name, options in names.items():
             swarm.start(int(name.rpartition(".")[2]) if name == CAPPED else int(name[0]), name, options)
         await swarm.until(lambda: swarm.optimizer_step >= 2, "the warm-up", 300)
         looks, steps, newcomer = [self._now()], [swarm.optimizer_step], False
+        alone = 1  # looks before the newcomers
         while looks[-1][0] - looks[0][0] < self._seconds:
             await anyio.sleep(SAMPLE_S)
             looks.append(self._now())
             steps.append(swarm.optimizer_step)
             if not newcomer and looks[-1][0] - looks[0][0] > self._seconds / 2:
-                newcomer = True
+                newcomer, alone = True, len(looks)
                 for stage in range(2):
                     swarm.start(stage, f"late.{stage}", "")
         found = troubles(swarm.log(name) for name in (*names, "late.0", "late.1"))
@@ -122,12 +141,35 @@ class Measurement:
             "paused_kbps_out": round(1000 * rate(paused[0], paused[1], 2)),
             "paused_kbps_in": round(1000 * rate(paused[0], paused[1], 1)),
             "steps": steps[-1] - steps[0],
+            "round_s": round_s(looks[:alone], steps[:alone]),
+            "predicted_round_s": round(predicted_round_s(self._lent), 2),
             "newcomer_serves": "serving stage=1" in swarm.log("late.1"),
             "troubles": dict(found),
         }
         for name in (*names, "late.0", "late.1"):
             swarm.kill(name)
         raise SwarmStopped
+
+
+def round_s(looks: list[tuple[float, ...]], steps: list[int]) -> float | None:
+    """Seconds of a round: from the first look that sees a new step to the last one; None with fewer than two."""
+    new = [number for number in range(1, len(steps)) if steps[number] > steps[number - 1]]
+    if not new or steps[new[-1]] == steps[new[0]]:
+        return None
+    return round((looks[new[-1]][0] - looks[new[0]][0]) / (steps[new[-1]] - steps[new[0]]), 2)
+
+
+def predicted_round_s(lent: Lent) -> float:
+    """Seconds of a round, as the planner has them."""
+    usual = usual_peer(WORKLOAD, LINKS)
+    capped = replace(
+        usual,
+        name="capped",
+        upload_bytes_per_s=min(usual.upload_bytes_per_s, lent.upload_mbps * 1e6 / 8 / BYTES_PER_BYTE or inf),
+        download_bytes_per_s=min(usual.download_bytes_per_s, lent.download_mbps * 1e6 / 8 / BYTES_PER_BYTE or inf),
+        averaging_gain=1.0,
+    )
+    return predict(WORKLOAD, [usual, capped], [[2, 0], [1, 1]]).step_s
 
 
 def rate(first: tuple[float, ...], last: tuple[float, ...], at: int) -> float:
@@ -155,11 +197,11 @@ def summarise(looks: list[tuple[float, ...]]) -> dict[str, Any]:
     }
 
 
-def measure(caps: list[str], seconds: float, keep: Path | None) -> dict[str, Any]:
+def measure(lent: Lent, seconds: float, keep: Path | None) -> dict[str, Any]:
     """Run the swarm, and return the figures."""
     with tempfile.TemporaryDirectory(prefix="swarm-cap-") as name, box(7, LINKS) as network:
         enter_namespace(network.machines[0].namespace)
-        measurement = Measurement(network, caps, seconds)
+        measurement = Measurement(network, lent, seconds)
         launch: Callable[[Path, str], Launch] = measurement.launch
         try:
             run_swarm(
@@ -185,10 +227,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--keep", type=Path, help="folder that gets the peers' logs")
     given = parser.parse_args()
-    caps = []
-    for name, value in (("upload", given.upload_mbps), ("download", given.download_mbps)):
-        caps += [f"--max-{name}-mbps", str(value)] if value else []
-    print(json.dumps(measure(caps, given.seconds, given.keep)))
+    print(json.dumps(measure(Lent(given.upload_mbps, given.download_mbps), given.seconds, given.keep)))
 
 
 if __name__ == "__main__":

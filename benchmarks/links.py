@@ -10,7 +10,8 @@ have CUBIC, as nearly every system has unless its owner changes it, whatever thi
   Packets of a pair stay in order.
 * loss: a link whose queue is QUEUE_S long drops what comes then, as a router does. Others are lost as `loss` says.
 
-Nothing but these namespaces is ever reached: they have no other interface.
+Their addresses are such as machines of the internet have, so that programs do what they do there. Nothing but these
+namespaces is ever reached: they have no other interface.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Machine:
     @property
     def ip(self) -> str:
         """Its address."""
-        return f"10.77.0.{self.number + 1}"
+        return f"11.77.0.{self.number + 1}"
 
 
 class Box:
@@ -142,7 +143,7 @@ def _open_tun(machine: Machine) -> int:
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", b"wan", _IFF_TUN | _IFF_NO_PI))
     commands = (
         f"address add {machine.ip}/24 dev wan\nlink set wan mtu {PACKET_BYTES} up\nlink set lo up\n"
-        f"route replace 10.77.0.0/24 dev wan src {machine.ip} congctl cubic\n"
+        f"route replace 11.77.0.0/24 dev wan src {machine.ip} congctl cubic\n"
     )
     subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
     return tun
@@ -176,7 +177,7 @@ class Forwarder:
             except BlockingIOError:
                 return
             # IPv4 alone, to a machine that is there: byte 19 is the last of the receiver's address.
-            if packet[0] >> 4 != 4 or not 1 <= packet[19] <= len(self._tuns) or packet[16:19] != b"\x0a\x4d\x00":
+            if packet[0] >> 4 != 4 or not 1 <= packet[19] <= len(self._tuns) or packet[16:19] != b"\x0b\x4d\x00":
                 continue
             self.sent_bytes[sender] += len(packet)
             left = self._through(self._up_free, sender, now, len(packet))

@@ -160,10 +160,9 @@ def measure(kinds: tuple[str, str], relay_mbps: float, seconds: float, folder: P
             direct = ann.ask("send", nodes[0].peer_id, seconds)
             if not connections:
                 return f"| {kinds[0]} | {kinds[1]} | none | | | {direct:.0f} |"
-            over = "TCP" if "/tcp/" in connections[0] else "QUIC"
-            way = "carried" if relay else f"direct, {over}"
+            way = "carried" if relay else "direct"
             if relay and (waited_s := ann.ask("improve", bob.peer_id, IMPROVE_S)) is not None:
-                way += f", then direct, TCP after {waited_s + 1:.0f} s"
+                way += f", then direct after {waited_s + 1:.0f} s"
             rate = ann.ask("send", bob.peer_id, seconds)
             return f"| {kinds[0]} | {kinds[1]} | {way} | {took_s:.2f} | {rate:.0f} | {direct:.0f} |"
         finally:

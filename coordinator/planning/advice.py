@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil, inf, isfinite
 
-from swarm_peer.codecs import find_codec
 from swarm_peer.config import RunManifest
 from swarm_peer.model.costs import SNAPSHOTS_KEPT, state_bytes
-from swarm_peer.policy.planning.performance_model import DOWNLOAD, MEMORY, ROUND_TRIPS, UPLOAD, Prediction
+from swarm_peer.policy.planning.performance_model import MEMORY, ROUND_TRIPS, Prediction
 from swarm_peer.policy.planning.planner import Option, Plan
 from swarm_peer.policy.planning.resources import StageWork
 
-# A share of a step that is worth a note.
-MUCH_AVERAGING = 0.2
 # A round of averaging that takes more of averaging.round_timeout_s may fail where a link is slower than described.
 SAFE_SHARE_OF_TIMEOUT = 0.5
 # The best averaging.round_timeout_s, in rounds as they usually are (see config.py).
 TIMEOUT_IN_ROUNDS = 3
 # A note says so if peers that choose their stages themselves reach less than this share of a plan's throughput.
 NEARLY_AS_FAST = 0.95
-# The codec that a note suggests where a link is slow, and so many values that its blocks and theirs are whole.
-SMALL_CODEC, MANY = "blockwise_8bit", 2**20
 # Of a value of a published base: nearly all are bf16.
 PUBLISHED_BYTES = 2
 # Stages that a note names one by one.
@@ -85,7 +80,6 @@ def notes_on(manifest: RunManifest, made: Plan, prediction: Prediction, automati
         )
     if manifest.model.share_layers:
         notes.append("layers of a stage share their weights, so that another number of stages would be another model")
-    notes += _notes_on_wires(manifest, prediction)
     notes += _notes_on_averaging(manifest, prediction)
     held = [stage for stage in prediction.stages if stage.limit in (ROUND_TRIPS, MEMORY)]
     if any(stage.limit == ROUND_TRIPS for stage in held):
@@ -141,16 +135,6 @@ def _notes_on_base(manifest: RunManifest, made: Plan, prediction: Prediction, wo
     ]
 
 
-def _notes_on_wires(manifest: RunManifest, prediction: Prediction) -> list[str]:
-    full = [name for name, codec in manifest.wire if find_codec(codec).is_exact]
-    if not full or prediction.stages[prediction.slowest_stage].limit not in (UPLOAD, DOWNLOAD):
-        return []
-    settings = " ".join(f"--set wire.{name}={SMALL_CODEC}" for name in full)
-    return [
-        f"a link sets the pace, and {' and '.join(full)} travel uncompressed: {settings} sends a quarter of the bytes"
-    ]
-
-
 def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[str]:
     notes, averaging = [], manifest.averaging
     if prediction.average_s > averaging.round_timeout_s * SAFE_SHARE_OF_TIMEOUT:
@@ -159,16 +143,6 @@ def _notes_on_averaging(manifest: RunManifest, prediction: Prediction) -> list[s
             f"a round of averaging takes {prediction.average_s:.0f} s, and one longer than "
             f"averaging.round_timeout_s={averaging.round_timeout_s:g} fails: leave room for slower ones with "
             f"--set averaging.round_timeout_s={roomy_s}"
-        )
-    share = prediction.times.averaging_s / prediction.step_s
-    if share > MUCH_AVERAGING and averaging.mode == "synchronous":
-        faster = 1 / (1 - share * (1 - 1 / averaging.inner_steps))
-        sends_fewer = find_codec(SMALL_CODEC).num_bytes(MANY) < find_codec(averaging.compression).num_bytes(MANY)
-        codec = f"averaging.compression={SMALL_CODEC} sends fewer bytes; " if sends_fewer else ""
-        notes.append(
-            f"averaging takes {share:.0%} of each step: {codec}averaging.mode=periodic, in which peers average every "
-            f"{averaging.inner_steps} steps, would make steps up to {faster:.1f} times as fast, and is not the "
-            f"training of one process"
         )
     return notes
 

@@ -82,12 +82,17 @@ def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> l
 
 def _known(peer: PeerView, assumed: LivePeers, *, is_closed: bool) -> LivePeers:
     """The assumptions on a peer, less what its owner keeps of the machine."""
+    up = min(peer.upload_bytes_per_s or inf, assumed.upload_bytes_per_s)
+    down = min(peer.download_bytes_per_s or inf, assumed.download_bytes_per_s)
+    is_lent = (up, down) != (assumed.upload_bytes_per_s, assumed.download_bytes_per_s)
     return replace(
         assumed,
         is_closed=is_closed,
         memory_bytes=peer.memory_bytes or assumed.memory_bytes,
-        upload_bytes_per_s=min(peer.upload_bytes_per_s or inf, assumed.upload_bytes_per_s),
-        download_bytes_per_s=min(peer.download_bytes_per_s or inf, assumed.download_bytes_per_s),
+        upload_bytes_per_s=up,
+        download_bytes_per_s=down,
+        # A link that is lent in part has no gaps that averages could fill.
+        averaging_gain=1.0 if is_lent else assumed.averaging_gain,
     )
 
 

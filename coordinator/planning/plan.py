@@ -12,8 +12,8 @@ from math import inf, isfinite
 from typing import Any
 
 from coordinator.planning.advice import explain_misfit, notes_on
-from coordinator.planning.link_choices import link_choices
 from coordinator.planning.stage_work import COMPARED_CODECS, cut_into, stage_works, widened_layer_flops
+from coordinator.planning.ways_to_train import compare_ways
 from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -80,7 +80,7 @@ def make_report(
         "stage_plans": _stage_reports(made, made.best, prediction, length),
         "options": [_option_report(option, length) for option in made.options],
         "changes": [_change_report(made, change, prediction, length) for change in made.changes],
-        "link_choices": link_choices(manifest, made, prediction),
+        "ways": compare_ways(manifest, made, prediction),
         "square_cube": _square_cube(manifest, made.groups, made.best),
         "training": _training(manifest, prediction, tokens),
         "notes": notes_on(manifest, made, prediction, automatic),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, get_args
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,17 +13,17 @@ from rich.table import Table
 
 from coordinator.planning.advice import MOST_NAMED, named_counts
 from coordinator.planning.stage_work import COMPARED_CODECS
+from coordinator.planning.ways_to_train import LITTLE
 from coordinator.watch.what_is_trained import in_millions
-from swarm_peer.config import AveragingMode
 
 # Options that do less than this share of the best one's tokens/s are left out.
 SHOWN = 0.25
 # Columns of the square-cube table: each microbatch waits for the one before it; enough of them to hide latency.
 HOW = ("alone", "many")
-# Less than this of a difference is not worth a table.
-LITTLE = 0.02
+# Columns of the table of ways to train.
+WAYS = ("way", "tokens/s", "steps", "time", "known from")
 # Columns of words, which may be wrapped: numbers that are cut off say nothing.
-WORDS = ("peers", "limit", "what", "peer", "peers a stage")
+WORDS = ("peers", "limit", "what", "peer", "peers a stage", "way", "known from")
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -34,12 +34,13 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         _step(report),
         _options(report),
         _changes(report),
-        _links(report),
+        _ways(report),
         _square_cube(report),
     ):
         if table is not None:
             console.print(table)
             console.print()
+    console.print(_advice(report), highlight=False)
     console.print(_training(report["training"]), highlight=False)
     for note in report["notes"]:
         console.print(f"Note: {note}.", highlight=False)
@@ -181,21 +182,57 @@ def _few(stages: list[int]) -> str:
     return ", ".join(map(str, stages[:MOST_NAMED])) + (", ..." if len(stages) > MOST_NAMED else "")
 
 
-def _links(report: dict[str, Any]) -> Table | None:
-    """Codecs and modes, if any of them changes the throughput."""
-    rows = report["link_choices"]
-    modes = get_args(AveragingMode)
-    if all(abs(row[mode] - 1) < LITTLE for row in rows for mode in modes):
+def _ways(report: dict[str, Any]) -> Table | None:
+    """Ways to train, if any of them changes the throughput, or is recommended."""
+    rows = report["ways"]
+    if all(abs(row["speed"] - 1) < LITTLE for row in rows) and _recommended(report) is None:
         return None
     caption = (
-        "times the throughput planned above, for the same peers; wires: activations, gradients; 8 bit and fewer cost "
-        "accuracy, delayed and periodic too"
+        "steps: times as many as the configured way takes to the same loss; time: to that loss, relative to the "
+        "configured way's; both with their intervals; known from: size of the model and pairs of trainings"
     )
-    table = _table("Codecs and modes of averaging", "wires", "averaging", *modes, caption=caption)
+    table = _table("Ways to train, by time to the same loss", *WAYS, caption=caption)
     for row in rows:
-        wires = dict.fromkeys((row["activations"], row["gradients"]))  # one word if both are the same
-        table.add_row(",\n".join(wires), row["averaging"], *(f"{row[mode]:.2f}" for mode in modes))
+        figures = f"{row['tokens_per_s']:,.0f}", _interval(row, "steps"), _interval(row, "time")
+        cells = (_name_of(row), *figures, "; ".join(row["known_from"]))
+        table.add_row(*cells, style="bold" if row["recommended"] else None)
     return table
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    """The changes of a way in words."""
+    changes = dict(row["changes"])
+    if changes.get("activations") == (gradients := changes.get("gradients")) is not None:
+        changes = {"wires": gradients} | changes
+        del changes["activations"], changes["gradients"]
+    coded = ("wires", "activations", "gradients", "averaging")
+    return (
+        ", ".join(f"{part} {value}" if part in coded else value for part, value in changes.items()) or "as configured"
+    )
+
+
+def _interval(row: dict[str, Any], name: str) -> str:
+    if row[name] is None:
+        return "not known"
+    ends = row[f"{name}_low"], row[f"{name}_high"]
+    return f"{row[name]:.2f}" + ("" if ends[0] == ends[1] else f" ({ends[0]:.2f}-{ends[1]:.2f})")
+
+
+def _recommended(report: dict[str, Any]) -> dict[str, Any] | None:
+    return next((row for row in report["ways"] if row["recommended"]), None)
+
+
+def _advice(report: dict[str, Any]) -> str:
+    """Which way to take."""
+    row = _recommended(report)
+    if row is None:
+        return "Way to train: [bold]as configured[/bold]. No other one is known to come to the same loss sooner."
+    settings = escape(" ".join(f"--set '{setting}'" for setting in row["set"]))
+    rate = " The learning rate is to be found anew." if "optimizer" in row["changes"] else ""
+    return (
+        f"Way to train: [bold]{_name_of(row)}[/bold] comes to the same loss in {_interval(row, 'time')} of "
+        f"the configured way's time: {settings}. Compare some hundred steps of both first.{rate}"
+    )
 
 
 def _square_cube(report: dict[str, Any]) -> Table | None:

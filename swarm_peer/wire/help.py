@@ -98,7 +98,7 @@ class HelpAnswer:
 
 
 def checked_addresses(values: tuple[Any, ...]) -> tuple[str, ...]:
-    """Some addresses of a node, by plain TCP or by QUIC, as others have told them.
+    """Some addresses of a node, by plain TCP, as others have told them.
 
     Raises:
         InvalidMessage: one is of another kind, or there are too many
@@ -109,14 +109,7 @@ def checked_addresses(values: tuple[Any, ...]) -> tuple[str, ...]:
         if not isinstance(value, str) or len(value) > MAX_ADDRESS_CHARS:
             raise InvalidMessage("help: an address that is none")
         match value.split("/"):
-            case ["", "ip4" | "ip6" as family, host, "tcp", port] | [
-                "",
-                "ip4" | "ip6" as family,
-                host,
-                "udp",
-                port,
-                "quic-v1",
-            ] if _is_endpoint(int(family[2]), host, port):
+            case ["", "ip4" | "ip6" as family, host, "tcp", port] if _is_endpoint(int(family[2]), host, port):
                 continue
         raise InvalidMessage(f"help: {value!r:.80} is no address to dial")
     return values

@@ -189,7 +189,7 @@ def test_two_at_home_train_together_with_one_public_member_beside_them(
     # A full cone may be dialled with nobody's help.
     assert way in found or (not found and "full" in kinds)
     if kinds == ("no_udp", "no_udp"):
-        wait_for(lambda: any("TCP from both ends" in processes.log(name) for name in names), "a direct way", 60)
+        wait_for(lambda: any("direct, from both ends" in processes.log(name) for name in names), "a direct way", 60)
         steps = (output / "metrics.jsonl").read_text().count("\n")
         wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 10, "steps by it", 60)
 

@@ -174,6 +174,16 @@ def test_a_plan_says_what_is_trained_and_what_a_peer_downloads(large: RunManifes
     assert float(minutes) == pytest.approx(float(gigabytes) * 1e9 / (0.65 * 12.5e6) / 60, rel=0.01)
 
 
+def test_nothing_is_known_of_the_steps_of_adapters(large: RunManifest) -> None:
+    """Fewer bytes would make the run faster at 50 Mb/s, and what they cost in steps was measured for random weights."""
+    own, *others = make_report(large, cards(50), num_stages=6)["ways"]
+    assert own["time"] == 1.0
+    assert max(row["speed"] for row in others) > 1.05
+    assert all(row["steps"] is None and row["time"] is None and not row["recommended"] for row in others)
+    changed = set().union(*(row["changes"] for row in others))
+    assert changed == {"activations", "gradients"}, "Muon and boundaries are not for adapters, and nobody averages"
+
+
 def test_masks_of_packed_samples_are_computed_with(tmp_path: Path) -> None:
     packed = manifest_on(tmp_path / "base", LLAMA_8B)
     plain = manifest_on(tmp_path / "base", LLAMA_8B, data={"packing": False})

@@ -203,7 +203,7 @@ def test_what_nobody_tells_is_no_fault():
             replace(RUN, position=CLOSED),
             "port",
             Level.WARNING,
-            "closed to others at 11.0.0.9:31338: forward port 31338 of the router (TCP and UDP) to this",
+            "closed to others at 11.0.0.9:31338: forward port 31338 of the router (TCP) to this",
         ),
         (
             replace(RUN, position=replace(CLOSED, own_hosts=("11.0.0.9",))),

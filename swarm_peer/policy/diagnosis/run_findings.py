@@ -184,11 +184,11 @@ def judge_port(position: NetworkPosition) -> CheckFinding:
         return fine("port", f"TCP {ports}; nobody outside has tried it")
     if position.is_reachable:
         return fine("port", f"TCP {ports} is reached from outside")
-    remedy = f"forward port {ports} of the router (TCP and UDP) to this machine, and let its firewall through"
+    remedy = f"forward port {ports} of the router (TCP) to this machine, and let its firewall through"
     if router_of(position) in (RouterKind.SHARED, RouterKind.SEVERAL):
         remedy = "ask the provider for an address of this machine's own, since its router forwards no port"
     elif router_of(position) is RouterKind.NONE:
-        remedy = f"let port {ports} through the firewall of this machine or of its cloud (TCP and UDP)"
+        remedy = f"let port {ports} through the firewall of this machine or of its cloud (TCP)"
     return warning("port", f"closed to others at {', '.join(position.closed)}", f"{remedy}; {WITHOUT_PORT}")
 
 

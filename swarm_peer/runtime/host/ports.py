@@ -1,4 +1,4 @@
-"""Ports to listen on, of TCP and UDP alike: a peer keeps its own over restarts, so that a router can forward it."""
+"""TCP ports to listen on: a peer keeps its own over restarts, so that a router can forward it."""
 
 from __future__ import annotations
 
@@ -95,19 +95,13 @@ def _check_is_free(address: str) -> None:
     """Raise PortTaken if the port is taken: libp2p's daemon would report nothing, and never become ready."""
     match address.split("/"):
         case ["", "ip4" | "ip6" as family, host, "tcp", port, *_]:
-            # QUIC is over UDP; where this machine alone may come, there is none.
-            is_local = host.startswith("127.") or host == "::1"
-            kinds = (socket.SOCK_STREAM,) if is_local else (socket.SOCK_STREAM, socket.SOCK_DGRAM)
-            for kind in kinds:
-                with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET, kind) as probe:
-                    if kind is socket.SOCK_STREAM:
-                        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    if family == "ip6":  # as libp2p listens: the same port of IPv4 is another one
-                        probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                    try:
-                        probe.bind((host, int(port)))
-                    except OSError as error:
-                        raise PortTaken(
-                            f"cannot listen on {address}: {error.strerror}; name another address or port in "
-                            "--host-maddrs"
-                        ) from error
+            with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == "ip6":  # as libp2p listens: the same port of IPv4 is another one
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                try:
+                    probe.bind((host, int(port)))
+                except OSError as error:
+                    raise PortTaken(
+                        f"cannot listen on {address}: {error.strerror}; name another address or port in --host-maddrs"
+                    ) from error

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import filterfalse
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +34,7 @@ from swarm_peer.runtime.network.guarded_p2p import (
 from swarm_peer.runtime.network.meetings import Meetings
 from swarm_peer.runtime.network.own_pipes import Carrier
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.network.peer_addresses import by_quic, door_of, is_loopback, listening, ports_of
+from swarm_peer.runtime.network.peer_addresses import door_of, is_loopback, listening, ports_of
 from swarm_peer.runtime.network.reachability import Reachability, Ways
 from swarm_peer.runtime.network.record_storage import KeepingNode, keep_records
 from swarm_peer.runtime.network.record_validator import SignedRecordValidator, key_id_of, place_of
@@ -401,14 +400,13 @@ class SwarmDHT:
 async def _start_daemon(
     host_maddrs: Sequence[str], announce_maddrs: Sequence[str], identity_path: Path, map_port: bool, passes: PassChecker
 ) -> GuardedP2P:
-    """Start the daemon, which also listens by QUIC where others than this machine's may come; see GuardedP2P.create."""
-    elsewhere = list(filterfalse(is_loopback, host_maddrs))
+    """Start the daemon, which speaks TCP alone (docs/routers.md says why not QUIC); see GuardedP2P.create."""
     p2p = await GuardedP2P.create(
-        host_maddrs=[*host_maddrs, *map(by_quic, elsewhere)],
+        host_maddrs=host_maddrs,
         announce_maddrs=announce_maddrs or None,
         identity_path=str(identity_path),
         check_if_identity_free=False,
-        nat_port_map=map_port and bool(elsewhere),
+        nat_port_map=map_port and not all(map(is_loopback, host_maddrs)),
         # libp2p's own help for nodes behind routers is there for strangers as well; see meetings.py. A daemon that
         # takes itself for public, as a stranger can have it do, would begin to relay, whoever answers those who ask.
         auto_nat=False,

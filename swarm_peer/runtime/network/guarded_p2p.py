@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any
 
 import anyio
@@ -27,7 +27,7 @@ from swarm_peer.runtime.host.processes import in_own_session
 from swarm_peer.runtime.host.scratch import is_usable
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.pass_checker import PassChecker
-from swarm_peer.runtime.network.peer_addresses import by_quic, is_dialable, is_public, resolved
+from swarm_peer.runtime.network.peer_addresses import is_dialable, resolved
 from swarm_peer.wire.frames import Frame, FrameType
 from swarm_peer.wire.identity import is_peer_id
 from swarm_peer.wire.messages import PROTOCOL
@@ -39,8 +39,6 @@ StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter],
 
 # hivemind has the daemon's sockets here, whatever TMPDIR says.
 SOCKETS = "/tmp"
-# QUIC has so long to connect before TCP is tried: three round trips of the furthest peers.
-QUIC_TIMEOUT_S = 1.5
 # To connect to the initial peers. An address that does not answer takes all of it.
 FIRST_TIMEOUT_S = 10.0
 # To connect at announced addresses. A caller's time is a little longer, for what libp2p itself knows of the peer.
@@ -149,21 +147,6 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         """End all connections to a peer."""
         await self._client.disconnect(PeerID.from_base58(peer))
 
-    async def connect_best(self, peer: str, addresses: Sequence[str]) -> None:
-        """Connect to a peer by QUIC if it has an address of the internet, and by TCP if that fails.
-
-        QUIC carries more of a lossy link, and it is what most routers let a way be made through. TCP costs half the CPU
-        time: it stays what machines use that are next to each other.
-
-        Raises:
-            Exception: neither works; hivemind raises errors of many types
-        """
-        if public := [by_quic(address) for address in addresses if is_public(address)]:
-            with suppress(Exception), anyio.fail_after(QUIC_TIMEOUT_S):
-                await self.connect(peer, public)
-                return
-        await self.connect(peer, addresses)
-
     async def connect_first(self, initial_peers: Sequence[str]) -> None:
         """Connect to all initial peers that answer.
 
@@ -176,7 +159,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
         async def connect(peer_id: str) -> None:
             try:
                 with anyio.fail_after(FIRST_TIMEOUT_S):
-                    await self.connect_best(peer_id, [address for address, _, its in found if its == peer_id])
+                    await self.connect(peer_id, [address for address, _, its in found if its == peer_id])
             except Exception as error:  # hivemind's client raises errors of many types
                 reasons.append(f"{error!r:.200}")
 
@@ -215,7 +198,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
                     try:
                         # Some routers are open to those alone whom the peer has called, such as who tried its port.
                         with anyio.fail_after(DIAL_TIMEOUT_S if self.reach is None else DIRECT_TIMEOUT_S):
-                            await self.connect_best(name, addresses)
+                            await self.connect(name, addresses)
                     except Exception:
                         if self.reach is None:
                             raise

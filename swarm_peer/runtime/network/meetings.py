@@ -2,12 +2,14 @@
 
 Nodes behind routers keep connections to those that can be dialled. Such a node helps two others, A and B:
 
-* To meet: A asks the helper for B. The helper tells B where it sees A, and answers A with where it sees B. Both dial:
-  what one sends opens its own router for what comes from the other ("hole punching", as libp2p's DCUtR does it). By
-  QUIC that needs no common moment. If one of the two can be dialled after all, the other's dial arrives.
-* To relay, where that fails, as it does where both routers give each connection a port of its own. Each end makes its
-  stream to the helper look like a connection of TCP to its own daemon, and the daemons connect through it as through
-  any other: who they are is proven end to end, and the relay cannot read what it carries.
+* To meet: A asks the helper for B. The helper tells B where it sees A, and answers A with where it sees B. Both dial.
+  If one of the two can be dialled after all, the other's dial arrives.
+* To relay, where that fails. Each end makes its stream to the helper look like a connection of TCP to its own daemon,
+  and the daemons connect through it as through any other: who they are is proven end to end, and the relay cannot read
+  what it carries.
+* To punch: two whose connection is carried meet again, and begin a connection at the same moment. Each one's packets
+  open its own router for those of the other ("hole punching", as libp2p's DCUtR does it). It fails where both routers
+  give each connection a port of its own.
 
 libp2p's own relays are off: they carry for everybody who asks. A helper helps members of the run alone, which show
 their passes, and relays at the rate that its owner allows.
@@ -33,7 +35,7 @@ from swarm_peer.runtime.network.carrying import Ends, Rate, carry
 from swarm_peer.runtime.network.frame_stream import on_network
 from swarm_peer.runtime.network.guarded_p2p import GuardedP2P, StreamHandler
 from swarm_peer.runtime.network.own_pipes import CONNECT_S, LOOK_S, Carrier, OwnPipes
-from swarm_peer.runtime.network.peer_addresses import by_quic, by_tcp, is_dialable, is_loopback, is_public
+from swarm_peer.runtime.network.peer_addresses import is_dialable, is_loopback, is_public
 from swarm_peer.runtime.network.places_held import Places
 from swarm_peer.runtime.network.punching import punch
 from swarm_peer.runtime.network.short_messages import receive, send, taken
@@ -71,14 +73,9 @@ MOST_TOLD_EACH = 4
 
 
 def seen_at(connections: Sequence[str]) -> tuple[str, ...]:
-    """Where a node is seen that has such connections to this one; nowhere, if they come through a relay.
-
-    It listens by QUIC and by TCP at the same port, and most routers keep the number. The first address is one that it
-    has been seen at.
-    """
+    """Where a node is seen that has such connections to this one; nowhere, if they come through a relay."""
     plain = [address.partition("/p2p/")[0] for address in connections if not is_loopback(address)]
-    both = [each for address in plain for each in (address, by_quic(address), by_tcp(address))]
-    return tuple(dict.fromkeys(both))[:MAX_ADDRESSES]
+    return tuple(dict.fromkeys(plain))[:MAX_ADDRESSES]
 
 
 class Meetings:
@@ -279,15 +276,12 @@ class Meetings:
         return [*dialable, *initial][:MOST_HELPERS]
 
     async def _punch_by(self, helper: str, name: str) -> None:
-        """Have a carried connection give way to one of TCP that both ends begin, unless UDP gets out at both of them.
+        """Have a carried connection give way to one that both ends begin.
 
         Raises:
-            CallError: the helper does not help, or there is none
+            CallError: the helper does not help, or nothing has come of it
         """
-        met = await self._ask_to_meet(helper, name)
-        seen = [*met[:1], *(await self._p2p.connections()).get(helper, ())]
-        if any(by_quic(each) != each for each in seen):
-            await self._punch(name, met, f"through {helper}")
+        await self._punch(name, await self._ask_to_meet(helper, name), f"through {helper}")
 
     async def _punch(self, name: str, addresses: Sequence[str], way: str) -> None:
         """Do that, as the other end does at this moment; see punching.py.
@@ -299,7 +293,7 @@ class Meetings:
         if self._pipes.door is None:
             raise PeerUnreachable("this node does not know where it listens itself")
         own = list(self._own_addresses())
-        others = [each for each in addresses if by_quic(each) != each and is_public(each) and is_dialable(each, own)]
+        others = [each for each in addresses if is_public(each) and is_dialable(each, own)]
         try:
             with anyio.fail_after(PUNCH_S):
                 ends = await punch(self._pipes.door[1], others)
@@ -309,7 +303,7 @@ class Meetings:
             if self._me > name:  # of the two, one begins
                 self._tasks.start_soon(self._pipes.accept, name, await self._pipes.knock(), ends, None)
                 return
-            log.info("way_changes peer=%s from=%s to=direct, TCP from both ends", name, way)
+            log.info("way_changes peer=%s from=%s to=direct, from both ends", name, way)
             with on_network(CONNECT_S, errors=(Exception,)):
                 await self._p2p.disconnect(name)
             await self._pipes.dial(name, ends, None)

@@ -105,16 +105,6 @@ def is_loopback(address: str) -> bool:
     return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
-def by_quic(address: str) -> str:
-    """An address of TCP as one of QUIC at the same port."""
-    return re.sub("/tcp/([0-9]+)", r"/udp/\1/quic-v1", address)
-
-
-def by_tcp(address: str) -> str:
-    """An address of QUIC as one of TCP at the same port."""
-    return re.sub("/udp/([0-9]+)/quic-v1", r"/tcp/\1", address)
-
-
 def is_dialable(address: str, own: Sequence[str]) -> bool:
     """Whether an address that somebody else announces may be dialled.
 

@@ -200,8 +200,8 @@ class Reachability:
             ports = " and ".join(map(str, ports_of(self._announced or self._own)))
             log.warning(
                 "not_reachable closed=%s: others cannot dial this node. Members help each other's dials through "
-                "routers, or carry the connection, slowly; to be reached by all, forward port %s of the router (TCP "
-                "and UDP) to this machine, and let its firewall through",
+                "routers, or carry the connection, slowly; to be reached by all, forward port %s of the router (TCP) "
+                "to this machine, and let its firewall through",
                 ",".join(self.ways.closed),
                 ports,
             )
@@ -269,7 +269,7 @@ def _of_daemon() -> AbstractContextManager[None]:
 async def _own_addresses(p2p: GuardedP2P) -> list[str]:
     with _of_daemon():
         addresses = await p2p.get_visible_maddrs(latest=True)
-    # Of those by TCP, the ones by QUIC follow. libp2p names port 0 where a router has refused to forward one.
+    # libp2p names port 0 where a router has refused to forward one.
     plain = [str(address).rpartition("/p2p/")[0] for address in addresses]
     return [address for address in plain if any(ports_of([address]))]
 
