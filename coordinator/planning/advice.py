@@ -101,11 +101,13 @@ def _notes_on_idle_peers(made: Plan, prediction: Prediction) -> list[str]:
         return []
     first = {g.name: number for g, number in zip(made.groups, prediction.stages[0].peers, strict=True) if number}
     price = ", and the price is without them" if prediction.dollars_per_hour or prediction.traffic_dollars else ""
+    closed = any(group.is_closed and group.name in idle for group in made.groups)
+    ways = "for the ways that closed ones lack to each other, " if closed else ""
     return [
         f"{number_of(sum(idle.values()), 'peer')} without a stage ({named_counts(idle)}): in none would they make a "
-        f"step shorter, be it for their links, which averaging waits for, for their memory, or because another stage "
-        f"sets the pace. Do not start these for this run: `--stage auto` would put them to work{price}. Start the "
-        f"others with the stages of this plan, such as `--stage 0` for {named_counts(first)}"
+        f"step shorter, be it for their links, which averaging waits for, for their memory, {ways}or because another "
+        f"stage sets the pace. Do not start these for this run: `--stage auto` would put them to work{price}. Start "
+        f"the others with the stages of this plan, such as `--stage 0` for {named_counts(first)}"
     ]
 
 

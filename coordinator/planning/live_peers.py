@@ -14,6 +14,7 @@ from coordinator.watch.observer import LiveRun, observe_run
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.placement.capacity import measured_work
+from swarm_peer.policy.placement.ways import missing_ways
 from swarm_peer.policy.planning.resources import PeerGroup
 from swarm_peer.policy.view import PeerView, SwarmView
 
@@ -30,6 +31,7 @@ class LivePeers:
     download_bytes_per_s: float = inf
     averaging_gain: float = AVERAGING_GAIN
     latency_s: float = 0.0
+    is_closed: bool = False
 
     @classmethod
     def of(cls, memory_gb: float, upload_mbps: float, download_mbps: float, latency_ms: float) -> LivePeers:
@@ -66,7 +68,11 @@ def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> l
             f"none of the {len(peers)} peers of run {manifest.name} has measured its speed: wait until they train"
         )
     typical = measured[len(measured) // 2]
-    kinds = Counter((_rounded(measured_work(peer, flops) or typical), _known(peer, assumed)) for peer in peers)
+    missing = missing_ways(peers)
+    kinds = Counter(
+        (_rounded(measured_work(peer, flops) or typical), _known(peer, assumed, is_closed=peer.peer_id in missing))
+        for peer in peers
+    )
     groups = [
         PeerGroup(name=f"live, {speed / 1e12:.2g} TFLOP/s", count=number, flops_per_s=speed, **asdict(known))
         for (speed, known), number in sorted(kinds.items(), reverse=True)
@@ -74,13 +80,14 @@ def live_groups(manifest: RunManifest, view: SwarmView, assumed: LivePeers) -> l
     return distinct(groups)
 
 
-def _known(peer: PeerView, assumed: LivePeers) -> LivePeers:
+def _known(peer: PeerView, assumed: LivePeers, *, is_closed: bool) -> LivePeers:
     """The assumptions on a peer, less what its owner keeps of the machine."""
     up = min(peer.upload_bytes_per_s or inf, assumed.upload_bytes_per_s)
     down = min(peer.download_bytes_per_s or inf, assumed.download_bytes_per_s)
     is_lent = (up, down) != (assumed.upload_bytes_per_s, assumed.download_bytes_per_s)
     return replace(
         assumed,
+        is_closed=is_closed,
         memory_bytes=peer.memory_bytes or assumed.memory_bytes,
         upload_bytes_per_s=up,
         download_bytes_per_s=down,

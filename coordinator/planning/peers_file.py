@@ -58,6 +58,8 @@ class PeerGroupSection(Section):
     """share of that bandwidth which training reaches; 0.65 if not given"""
     latency_ms: float = Field(0.0, ge=0)
     """round trip to another peer"""
+    reachability: Literal["open", "closed"] = "open"
+    """closed if their routers let in no other closed peer, and no member carries connections (docs/routers.md)"""
     dollars_per_hour: float = Field(0.0, ge=0)
     """price of one peer"""
     dollars_per_gb: float = Field(0.0, ge=0)
@@ -91,6 +93,7 @@ class PeerGroupSection(Section):
             latency_s=self.latency_ms / 1e3,
             dollars_per_hour=self.dollars_per_hour,
             dollars_per_sent_byte=self.dollars_per_gb / 1e9,
+            is_closed=self.reachability == "closed",
         )
 
 

@@ -256,7 +256,9 @@ class MicrobatchSwarm:
             router = Routing(self._options.routing, rng, self._expected_s)
         now = self._seen, self.rounds.num_done
         if seen != now:
-            router.update(peers, caller, self._serving[stage - 1], self.rounds.num_done)
+            without_way = self._flow.without_way(caller)
+            reached = [peer for peer in peers if peer.peer_id not in without_way]
+            router.update(reached, caller, self._serving[stage - 1], self.rounds.num_done)
             self._routers[caller, stage] = (now, router)
         return router.choose(avoid)
 

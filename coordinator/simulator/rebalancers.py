@@ -12,6 +12,7 @@ from swarm_peer.policy.placement.churn import ChurnMeter
 from swarm_peer.policy.placement.live_rebalancer import LiveRebalancer
 from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.rebalancing import Move, Rebalancing, rebalance
+from swarm_peer.policy.placement.ways import as_reached
 from swarm_peer.policy.view import UNDECIDED, PeerState, SwarmView
 
 # The live policy hears of the samples of the last rounds, which took about so many looks.
@@ -95,7 +96,8 @@ class LiveRebalancing:
     def decide(self, view: SwarmView, now_s: float) -> Rebalancing:
         """See SimulatedRebalancer. Peers find an assignment when the coordinator looks again."""
         # While a stage is empty no round ends, so that the last ones still count.
-        if (throughput := min(serving_capacity(view, work_per_s(view.peers, self._costs), self._costs))) > 0:
+        reached = as_reached(view)
+        if (throughput := min(serving_capacity(reached, work_per_s(view.peers, self._costs), self._costs))) > 0:
             self._delivered.append(throughput * LOOK_S)
         known = set(self._policy.movers.open)
         found = self._announcements.look(view, now_s)

@@ -56,6 +56,8 @@ class Scenario:
         for option, values in (("--stage-costs", stages.stage_costs), ("--stage-memory-gb", stages.stage_memory_gb)):
             if values and len(values) != stages.num_stages:
                 raise UserError(f"{option} has {len(values)} values for {stages.num_stages} stages: give one for each")
+        if not 0 <= self.population.closed_share <= 1:
+            raise UserError(f"--closed-share {self.population.closed_share}: it must be from 0 to 1")
         if any(cost <= 0 for cost in stages.stage_costs):
             raise UserError("--stage-costs must all be above 0")
 

@@ -63,6 +63,7 @@ class Machine:
 
     Attributes:
         too_large: the stages that it has no memory for
+        is_closed: whether its router lets in no other closed machine, and nobody carries their connections
     """
 
     work_per_s: float
@@ -70,6 +71,7 @@ class Machine:
     memory_bytes: float = 0.0
     latency_s: float = 0.0
     too_large: tuple[int, ...] = ()
+    is_closed: bool = False
 
 
 def _typed(_: type, tokens: Sequence[Token]) -> Distribution:
@@ -88,12 +90,14 @@ class Population:
         bandwidth_mbps: Bandwidth of a machine, in Mb/s.
         memory_gb: Memory of a machine; 0 for enough.
         latency_s: Latency of a machine, half at either end of a link.
+        closed_share: Share of the machines of which no two have a way to each other.
     """
 
     speed: Typed = Distribution("lognormal", (1.0, 0.35))
     bandwidth_mbps: Typed = Distribution("constant", (200.0,))
     memory_gb: Typed = Distribution("constant", (0.0,))
     latency_s: Typed = Distribution("constant", (0.05,))
+    closed_share: float = 0.0
 
     def machine(self, name: str, seed: int) -> Machine:
         """Draw the machine of this name."""
@@ -103,4 +107,5 @@ class Population:
             max(self.bandwidth_mbps.draw(rng), 1e-6) * 1e6 / 8,
             self.memory_gb.draw(rng) * 1e9,
             self.latency_s.draw(rng),
+            is_closed=rng.random() < self.closed_share,
         )

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.watch.happenings import Event
-from coordinator.watch.reached import how_reached
+from coordinator.watch.reached import how_reached, longest_round_trip, missing_ways_line
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.standstill_words import how_long, in_words
 from coordinator.watch.what_is_trained import training_line
@@ -118,11 +118,12 @@ def run_table(watch: RunWatch) -> Table:
 
 
 def peers_table(watch: RunWatch) -> Table:
-    """All peers by stage, each by its name and the end of its id."""
+    """All peers by stage, each by its name and the end of its id, and how others reach it."""
     table = Table(expand=True)
     for column in ("peer", "stage", "state", "tokens/s", "busy", "waits / ends / joins", "queue", "step"):
         # In a narrow terminal, values go on in the next line, and none is cut off.
         table.add_column(column, justify="left" if column == "peer" else "right", overflow="fold")
+    table.add_column("reached")
     table.add_column("note")
     manifest = watch.manifest
     for stage in range(manifest.stages.count):
@@ -135,16 +136,11 @@ def peers_table(watch: RunWatch) -> Table:
                 *_time_percent(peer),
                 str(peer.queue),
                 str(peer.optimizer_step),
-                Text(note_of(peer, watch)),  # rich must see no markup in it
+                # rich must see no markup in them
+                Text(", ".join(filter(None, (how_reached(peer, watch), longest_round_trip(peer)))) or "-"),
+                Text(plain_text(peer.note, 200)),
             )
     return table
-
-
-def note_of(peer: PeerView, watch: RunWatch) -> str:
-    """The peer's own note, without what would command a terminal, and how others reach it if not directly."""
-    reached = how_reached(peer, watch)
-    indirectly = f"reached {reached}" if reached not in ("", "directly") else ""
-    return "; ".join(filter(None, (plain_text(peer.note, 200), indirectly)))
 
 
 def _time_percent(peer: PeerView) -> list[str]:
@@ -161,6 +157,8 @@ def _coordination(watch: RunWatch) -> str:
     lines = [_waits(empty)] if empty else _waits_to_begin(watch)
     if (found := watch.standstill) is not None:
         lines.append(f"the run stands still, for {how_long(found, watch.seen_s)}: {in_words(found)}")
+    if words := missing_ways_line(watch):
+        lines.append(words)
     if watch.waits_for:
         lines.append(f"the run waits: {watch.waits_for}")
     if watch.coordination is not None:

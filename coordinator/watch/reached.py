@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.policy.placement.ways import missing_ways, most_missed
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import ID_CHARS, PeerView
 
-# Relays that are named.
+# Peers that are named.
 MOST_NAMED = 2
 
 
 def how_reached(peer: PeerView, watch: RunWatch) -> str:
-    """Such as `directly`, or `through anna`; empty if that is not known."""
+    """Such as `directly`, or `through anna, not by bob`; empty if that is not known."""
+    missed = _named(peer.unreached, watch)
+    return ", ".join(filter(None, (_way_of(peer, watch), missed and f"not by {missed}")))
+
+
+def missing_ways_line(watch: RunWatch) -> str:
+    """How many peers that need each other have no way, and whose open port would help most; empty if all have one."""
+    missing = missing_ways(watch.view.peers)
+    if not missing:
+        return ""
+    num_pairs = sum(map(len, missing.values())) // 2
+    return (
+        f"{num_pairs} pair{'s' * (num_pairs > 1)} of peers without a way: what would help most is a port that is "
+        f"forwarded to {_named(most_missed(missing), watch, ' or ')}"
+    )
+
+
+def _named(peer_ids: Sequence[str], watch: RunWatch, link: str = ", ") -> str:
+    """Some of the peers by their names, and how many more there are."""
+    more = len(peer_ids) - MOST_NAMED
+    names = link.join(_name_of(peer_id, watch) for peer_id in peer_ids[:MOST_NAMED])
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def _way_of(peer: PeerView, watch: RunWatch) -> str:
     if peer.relays:
-        named = [_name_of(relay, watch) for relay in peer.relays[:MOST_NAMED]]
-        more = len(peer.relays) - len(named)
-        return f"through {', '.join(named)}{f' and {more} more' if more else ''}"
+        return f"through {_named(peer.relays, watch)}"
     if peer.is_reachable is None:
         return ""
     return "directly" if peer.is_reachable else "with others' help"
+
+
+def longest_round_trip(peer: PeerView) -> str:
+    """Within what time a peer's busiest neighbours have all answered lately, such as `40 ms`; empty if not known."""
+    return f"{max(each.round_trip_ms for each in peer.neighbours)} ms" if peer.neighbours else ""
 
 
 def neighbours_of(peer: PeerView, watch: RunWatch) -> list[str]:

@@ -67,6 +67,7 @@ def _summarise_peer(peer: PeerView, sequence_length: int) -> dict[str, Any]:
         "queue": peer.queue,
         "is_reachable": peer.is_reachable,
         "relays": list(peer.relays),
+        "unreached": list(peer.unreached),
         "neighbours": [each._asdict() for each in peer.neighbours],
         "time_percent": None if peer.time_shares is None else _time_of(peer.time_shares),
     }

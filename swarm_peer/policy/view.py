@@ -109,6 +109,7 @@ class PeerView:
         is_reachable: whether others can dial it; None if that is not known
         relays: ids of those who carry its connections to others, where there is no direct way; some of them
         neighbours: those with which it exchanges most, the busiest first; for people alone
+        unreached: ids of peers that it needs, or would need in another stage, and has found no way to; some of them
         incarnation: which life of the peer this is (see Life)
         name: by which people recognise it; empty if it has none
         device: what it computes on, in words, and
@@ -139,6 +140,7 @@ class PeerView:
     is_reachable: bool | None = None
     relays: tuple[str, ...] = ()
     neighbours: tuple[Neighbour, ...] = ()
+    unreached: tuple[str, ...] = ()
     moved_from: int = UNDECIDED
     moving_to: int = UNDECIDED
     announced: int = 0

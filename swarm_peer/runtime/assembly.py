@@ -30,6 +30,7 @@ from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
+from swarm_peer.runtime.network.needed_ways import NeededWays
 from swarm_peer.runtime.network.transport import Handler, Transport
 from swarm_peer.runtime.stage.admission import RoundAdmission
 from swarm_peer.runtime.stage.device_thread import DeviceThread, SpeedMeter
@@ -65,6 +66,7 @@ class PeerParts:
         snapshots: the snapshots of any stage that this peer keeps
         agreement: this peer's part in it
         base: finds the frozen weights of stages
+        ways: to the peers that a stage needs
     """
 
     context: PeerContext
@@ -77,6 +79,7 @@ class PeerParts:
     snapshots: NamedSnapshots
     agreement: Agreement
     base: BaseSources
+    ways: NeededWays
 
     def neighbours(self) -> tuple[Neighbour, ...]:
         """The peers with which this one exchanges most, and how it reaches them."""

@@ -96,8 +96,8 @@ class Lifecycle:
         if not self.has_ended:
             self.halted = anyio.Event()
 
-    def move(self, stage: int) -> bool:
-        """Leave the stage for another one. Returns False if the peer leaves already."""
+    def move(self, stage: int | None) -> bool:
+        """Leave the stage for another one, or, if that is None, to join it anew; False if the peer leaves already."""
         if self.stop.is_set():
             return False
         self.next_stage = stage

@@ -10,9 +10,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import anyio
+
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first_line
-from swarm_peer.policy.view import UNDECIDED, PeerState
+from swarm_peer.errors import CallError, HubFailed, PeerUnreachable, SwarmError, UserError, first_line
+from swarm_peer.model.costs import forward_flops
+from swarm_peer.model.traffic import stage_traffic
+from swarm_peer.policy.placement.rebalancing import choose_stage
+from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState
 from swarm_peer.runtime.assembly import PeerParts
 from swarm_peer.runtime.data.launcher import CountedHook
 from swarm_peer.runtime.host.device_errors import is_out_of_memory
@@ -22,6 +27,7 @@ from swarm_peer.runtime.network.assignments import NewestTerm, wait_for_assignme
 from swarm_peer.runtime.replica import Replica, check_data
 from swarm_peer.runtime.state.joining import prepare
 from swarm_peer.runtime.state.rescue import watch_stages
+from swarm_peer.wire.records import MAX_UNREACHED
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +60,11 @@ class Mover:
         self.moving_to = UNDECIDED
         self._failed: set[int] = set()  # stages that it could not get the state of, since it serves its own
         self._num_hub_failures = 0
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Peers to whom no way was found, as this peer announces them."""
+        return tuple(sorted(self._parts.ways.without)[:MAX_UNREACHED])
 
     def take_prepared(self) -> Replica | None:
         """Give the replica of the stage that this peer moves to, if it has been prepared. Its move is over then."""
@@ -89,6 +100,38 @@ class Mover:
         """Move to a stage that has lost all its peers, if this peer is the one chosen to take it over."""
         lost = partial(watch_stages, self._context, self._directory.refresh_surely)
         await self._move_to(replica, lost, lambda: True)
+
+    async def keep_ways(self, replica: Replica) -> None:
+        """Leave a stage in which this peer lacks somebody that it needs (policy/placement/ways.py). To be cancelled.
+
+        It goes where it lacks nobody, if it may choose and knows such a stage. Else it waits as a newcomer to this one.
+        """
+        context, lifecycle, ways = self._context, self._lifecycle, self._parts.ways
+        while True:
+            await anyio.sleep(context.resolved.manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
+            lacks = await ways.lacks(replica.stage)
+            serves = lifecycle.state is PeerState.SERVING and self.moving_to == UNDECIDED
+            if serves and (because := ways.gives_way(replica.stage)) and await self._may_leave(replica):
+                log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
+                lifecycle.move(await self._better_stage(replica.stage))
+            elif lifecycle.state is PeerState.JOINING and lacks & ways.without:
+                stage = await self._better_stage(replica.stage)
+                if stage is not None:
+                    lifecycle.move(stage)
+
+    async def _better_stage(self, stage: int) -> int | None:
+        """Another stage in which this peer lacks nobody, as far as it knows; None without one, or a right to move."""
+        if not self.movable:
+            return None
+        context, me = self._context, self._context.identity.peer_id
+        view = await self._directory.refresh_surely([*range(context.resolved.num_stages), UNDECIDED])
+        view = self._parts.ways.complete(view)
+        costs, traffic = forward_flops(context.resolved), stage_traffic(context.resolved)
+        choice = choose_stage(view, costs, me, context.clock.monotonic_s(), traffic)
+        if choice.lacks or choice.stage == stage:
+            return None
+        log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
+        return choice.stage
 
     async def _move_to(
         self, replica: Replica, next_stage: Callable[[], Awaitable[int]], may_go: Callable[[], bool]
@@ -152,10 +195,12 @@ class Mover:
             None if the present replica has to close first, for a reason that is logged
 
         Raises:
-            CallError: no peer of the stage gave its state
+            CallError: no peer of the stage gave its state, or this one does not reach somebody that it needs there
             UserError: this machine cannot read the stage's data
         """
         resolved, max_memory = self._context.resolved, self._context.options.max_memory
+        if words := await self._parts.ways.explain(stage):
+            raise PeerUnreachable(words)
         self._parts.agreement.core.forget_prepared(stage)  # of a move that came to nothing: its replica is gone
         view = await self._directory.refresh_surely([stage])
         room = await self._context.threads.run(

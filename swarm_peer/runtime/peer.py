@@ -30,6 +30,7 @@ from swarm_peer.runtime.network.directory import Directory
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.electorate import Electorate
 from swarm_peer.runtime.network.members import RunMembers
+from swarm_peer.runtime.network.needed_ways import NeededWays
 from swarm_peer.runtime.network.peer_addresses import metrics_address
 from swarm_peer.runtime.network.probing import ProbeGiver
 from swarm_peer.runtime.network.transport import Transport
@@ -132,6 +133,7 @@ class Peer:
             moving_to=UNDECIDED if mover is None else mover.moving_to,
             is_reachable=self._dht.is_reachable,
             relays=self._dht.relays[:MAX_RELAYS],
+            unreached=() if mover is None else mover.unreached,
             metrics_address=metrics_address(
                 self._options.metrics_host, self._options.metrics_port, self._dht.addresses
             ),
@@ -244,6 +246,7 @@ class Peer:
             snapshots=snapshots,
             agreement=agreement,
             base=base,
+            ways=NeededWays(context=context, dht=self._dht, directory=self._directory, agreement=agreement),
         )
         self._mover = Mover(parts=parts, lifecycle=self._lifecycle, counted=self._counted)
         return parts
@@ -377,6 +380,7 @@ class Peer:
             tasks.start_soon(replica.work, self._lifecycle.explain, self._cannot_read)
             async with anyio.create_task_group() as followers:
                 followers.start_soon(self._follow_place, replica, mover)
+                followers.start_soon(mover.keep_ways, replica)
                 await self._lifecycle.stop.wait()
                 followers.cancel_scope.cancel()
             await self._leave(replica)

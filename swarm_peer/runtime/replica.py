@@ -208,7 +208,8 @@ class Replica:
         agreement = self._peer.agreement
         with self._placing:
             while True:
-                await join(agreement, self.stage, self.parts.sources, explain)
+                lacks = partial(self._peer.ways.explain, self.stage)
+                await join(agreement, self.stage, self.parts.sources, explain, lacks)
                 member = agreement.core.members[self.stage]
                 self.parts.reports.begin(member.log.optimizer_step)
                 await agreement.changed.wait_for(lambda: not self.has_place)

@@ -42,13 +42,15 @@ MAX_STORED_BYTES = 15 * 1024
 # In a record of its own, with kind, run and signature.
 MAX_MANIFEST_BYTES = MAX_STORED_BYTES - 512
 # Addresses in one announcement: one for each network that the peer is in.
+MAX_ADDRESSES = 4
+# Other peers that one announcement names, each for another reason.
 MAX_RELAYS = 4
 MAX_NEIGHBOURS = 6
+MAX_UNREACHED = 8
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Neighbour = tuple[
     Annotated[str, Field(min_length=1, max_length=ID_CHARS)], Annotated[str, Field(max_length=ID_CHARS)], _Count, _Count
 ]
-MAX_ADDRESSES = 4
 
 # Most assignments that fit MAX_STORED_BYTES with the longest reasons.
 MAX_ASSIGNMENTS = 32
@@ -133,6 +135,7 @@ class Announcement(Record):
         is_reachable: whether others have found that they can dial it; None if none of them has tried
         relays: who carries its connections to others, where there is no direct way; some of them
         neighbours: those with which it exchanges most, as policy/view.py: Neighbour names it
+        unreached: peers that it needs, or would need in another stage, and has found no way to; some of them
         incarnation: which life of the peer this is (see policy/view.py: Life)
         name: by which people recognise it; anybody may take any name
         time_shares: the percentages of its time that policy/view.py: TimeShares names
@@ -166,6 +169,7 @@ class Announcement(Record):
     is_reachable: bool | None = None
     relays: tuple[Annotated[str, Field(max_length=64)], ...] = Field((), max_length=MAX_RELAYS, fail_fast=True)
     neighbours: tuple[_Neighbour, ...] = Field((), max_length=MAX_NEIGHBOURS, fail_fast=True)
+    unreached: tuple[Annotated[str, Field(max_length=64)], ...] = Field((), max_length=MAX_UNREACHED, fail_fast=True)
     incarnation: Incarnation = 0
     name: str = Field("", max_length=32, pattern=PEER_NAME)
     time_shares: TimePercent | None = None

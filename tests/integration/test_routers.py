@@ -194,6 +194,31 @@ def test_two_at_home_train_together_with_one_public_member_beside_them(
         wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 10, "steps by it", 60)
 
 
+def test_a_peer_without_a_way_waits_and_says_whose_port_would_help(
+    tmp_path: Path, processes: Processes, network: Internet, machines: Machines
+) -> None:
+    """Two symmetric routers, and nobody carries anything: the public peer and the one that came first train."""
+    nothing = ("--relay-mbps", "0")
+    output = serve_on(PUBLIC, machines, processes, tmp_path, *nothing)
+    invite = joining_words(processes.log("coordinator"))[0]
+    for name in ("ann", "bob"):
+        network.add_home(name, "symmetric")
+    machines.start(PUBLIC, "pat", "swarm_peer.cli", *peer_options(invite, 0, "--name", "pat", *nothing))
+    machines.start("ann", "ann", "swarm_peer.cli", *peer_options(invite, 1, "--name", "ann", *nothing))
+    counts_within(output, 90)
+    machines.start("bob", "bob", "swarm_peer.cli", *peer_options(invite, "auto", "--name", "bob", *nothing))
+    words = r"waiting stage=\d reason=no way to ann; what would help most: forward port \d+ on the router of "
+    wait_for(lambda: re.search(words, processes.log("bob")), "whose port would help", 90)
+    steps = (output / "metrics.jsonl").read_text().count("\n")
+    wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 20, "twenty more steps", 60)
+    assert "serving stage" not in processes.log("bob")
+    status = ("coordinator.cli", "status", str(output), "--json")
+    assert machines.start(PUBLIC, "status", *status).wait(60) == 0
+    told = [peer for stage in json.loads(processes.log("status").splitlines()[-1])["stages"] for peer in stage["peers"]]
+    ids = {peer["name"]: peer["peer"] for peer in told}
+    assert [(peer["state"], peer["unreached"]) for peer in told if peer["name"] == "bob"] == [("joining", [ids["ann"]])]
+
+
 def test_a_router_that_forwards_ports_is_asked_to(
     tmp_path: Path, processes: Processes, network: Internet, machines: Machines
 ) -> None:

@@ -507,3 +507,49 @@ def test_the_command_prints_for_people_and_draws(capsys, tmp_path):
 def test_what_cannot_be_is_refused_with_what_to_do(words, message):
     with pytest.raises(UserError, match=message):
         app(["simulate", *words], result_action="return_value")
+
+
+# --- peers without a way to each other
+
+
+def closed_swarm(closed_share):
+    return Scenario(
+        stages=StageOptions(num_stages=3, state_gb=0.1),
+        arrivals=ArrivalOptions(num_peers=14, hours=1.0, mean_lifetime_s=3600.0),
+        population=dataclasses.replace(ALIKE, closed_share=closed_share),
+    )
+
+
+@pytest.mark.parametrize(("rebalance", "most_down_s"), [("live", 60.0), ("none", 600.0)])
+def test_no_two_closed_peers_serve_one_stage_and_the_swarm_goes_on(rebalance, most_down_s):
+    """Half of the peers are closed. Without moves, the swarm waits for newcomers where the open ones have left."""
+    scenario = closed_swarm(0.5)
+    swarm = scenario.flow_swarm(scenario.read_trace(), rebalance)
+    swarm.start()
+    num_waiting = 0
+    for minute in range(1, 60):
+        swarm.env.run(until=60.0 * minute)
+        num_waiting += sum(peer.state is PeerState.JOINING and bool(peer.unreached) for peer in swarm.peers.values())
+        for stage in range(3):
+            assert sum(bool(swarm.without_way(peer.peer_id)) for peer in swarm.view().serving(stage)) <= 1
+    assert num_waiting, "the others wait"
+    ends_s = [sample.time_s for sample in swarm.samples[1:]] + [3600.0]
+    down_s = [end_s - s.time_s for s, end_s in zip(swarm.samples, ends_s, strict=True) if not s.throughput]
+    assert 0 < sum(down_s) < most_down_s
+
+
+def test_a_swarm_of_closed_peers_alone_does_nothing():
+    assert simulate_flow(closed_swarm(1.0), "live").summary["samples"] == 0
+
+
+def test_no_microbatch_goes_where_no_way_leads():
+    scenario = Scenario(
+        stages=StageOptions(num_stages=2, state_gb=0.0),
+        arrivals=ArrivalOptions(num_peers=8, hours=0.1, mean_lifetime_s=1e9),
+        population=dataclasses.replace(ALIKE, closed_share=0.5),
+    )
+    assert simulate_microbatches(scenario, "none", MicrobatchOptions())["throughput_per_s"] > 0
+    alone = dataclasses.replace(scenario, population=dataclasses.replace(ALIKE, closed_share=1.0))
+    assert simulate_microbatches(alone, "none", MicrobatchOptions())["throughput_per_s"] == 0
+    with pytest.raises(UserError, match="--closed-share 2"):
+        dataclasses.replace(scenario, population=dataclasses.replace(ALIKE, closed_share=2.0))

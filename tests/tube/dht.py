@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.lowlevel
 from hivemind.dht import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer
@@ -47,12 +48,26 @@ class TubeNode:
         self._banned_until: dict[str, float] = {}
         self._in_vain = Counter[str]()  # times in a row that a node did not answer
         self.p2p = SimpleNamespace(
-            _child=SimpleNamespace(wait=anyio.sleep_forever), tell_revocations=self._tell_revocations
+            _child=SimpleNamespace(wait=anyio.sleep_forever),
+            tell_revocations=self._tell_revocations,
+            connections=self._connections,
+            dial=self._dial,
         )
         self.cache_refresh_task = None
         self.num_answers = 0  # of other nodes
         # With "store", others keep nothing of this node's; with "get", it finds what it keeps itself alone.
         self.failing: set[str] = set()
+
+    async def _connections(self) -> set[str]:
+        """All that can be reached now, as if each had been dialled."""
+        network, me = self._world.network, self._host
+        others = [host for host in self._world.hosts if host.is_alive and host is not me and host.node is not None]
+        blocked = {host for host in others if network.is_blocked(me, host) or network.is_blocked(host, me)}
+        return {host.peer_id for host in others if host not in blocked}
+
+    async def _dial(self, peer_id: str) -> None:
+        """Nothing more to do: see _connections."""
+        await anyio.lowlevel.checkpoint()
 
     async def _tell_revocations(self, peer_id: str) -> None:
         """Each host hears of a revocation at a moment of its own: see the fault."""

@@ -278,6 +278,19 @@ async def cut_link(tube: Tube, rng: random.Random) -> None:
         await tube.block([(a, b), (b, a)], seconds, lambda: rng.uniform(0.0, 0.5 * seconds))
 
 
+@kind(0.5)
+async def no_way(tube: Tube, rng: random.Random) -> None:
+    """Two peers, mostly of one stage, have no way to each other for so long that one of them gives its place up."""
+    if not (a := tube.any_peer(rng)):
+        return
+    others = [host for host in tube.peers() if host is not a]
+    mates = [host for host in others if tube.stage_of(host) == tube.stage_of(a)]
+    if others:
+        b = rng.choice(mates if mates and rng.random() < 0.7 else others)
+        tube.struck("no_way", a, b)
+        await tube.block([(a, b), (b, a)], rng.choice([40.0, 90.0]))
+
+
 @kind(1.0)
 async def lag(tube: Tube, rng: random.Random) -> None:
     """What a host sends, or what it is sent, takes seconds longer for a while, to one other or to all."""

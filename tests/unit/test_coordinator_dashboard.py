@@ -155,6 +155,7 @@ def test_peers_are_told_why_they_compute_little():
     assert row(is_reachable=True)["reached"] == "directly"
     assert row(is_reachable=False, relays=(others[0].peer_id,))["reached"] == f"through {others[0].name}"
     assert row(is_reachable=False, relays=("QmNobody12345678",))["reached"] == "through …12345678"
+    assert row(is_reachable=True, unreached=(others[0].peer_id,))["reached"] == f"directly, not by {others[0].name}"
     assert "reached" not in row(is_reachable=None)
     told = row(
         neighbours=(Neighbour(others[0].peer_id[-8:], "", 40, 1_200_000), Neighbour("12345678", "87654321", 9, 0))

@@ -10,9 +10,10 @@ from watched_runs import VIEW, make_watch, peer
 
 from coordinator.watch.happenings import make_event
 from coordinator.watch.live_view import LiveView, peers_table, run_table
+from coordinator.watch.reached import missing_ways_line
 from coordinator.watch.run_watch import RunWatch
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import Neighbour, PeerState, SwarmView
 
 
 def test_a_status_says_which_stage_the_run_waits_for_and_nothing_of_balance():
@@ -77,5 +78,25 @@ def test_a_note_gives_a_terminal_no_commands():
     Console(width=160, file=terminal, color_system=None, force_terminal=True).print(
         peers_table(RunWatch(make_watch().manifest, view))
     )
-    assert "]52;c;ZXZpbA== [2J [red] note; reached with others' help" in terminal.getvalue()
+    assert "]52;c;ZXZpbA== [2J [red] note" in terminal.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(terminal.getvalue())
+
+
+def test_the_table_shows_how_peers_are_reached_and_whose_port_would_help():
+    bob = replace(
+        peer("b", 1), name="bob", is_reachable=True, neighbours=(Neighbour("a", "", 40, 9), Neighbour("c", "", 7, 9))
+    )
+    ann = replace(peer("a", 0), name="ann", is_reachable=False, unreached=("b",), state=PeerState.JOINING)
+    watch = RunWatch(make_watch().manifest, SwarmView(2, (ann, bob)))
+    console = Console(width=250, record=True, file=io.StringIO())
+    console.print(run_table(watch))
+    console.print(peers_table(watch))
+    text = " ".join(console.export_text().split())
+    assert "directly, 40 ms" in text
+    assert "with others' help, not by bob" in text
+    line = "1 pair of peers without a way: what would help most is a port that is forwarded to"
+    assert f"{line} ann or bob" in text
+    cleo = replace(peer("c", 0), name="cleo", unreached=("b",))
+    watch = RunWatch(make_watch().manifest, SwarmView(2, (ann, bob, cleo)))
+    assert missing_ways_line(watch) == f"{line.replace('1 pair', '2 pairs')} bob"
+    assert missing_ways_line(RunWatch(make_watch().manifest, SwarmView(2, (bob,)))) == ""

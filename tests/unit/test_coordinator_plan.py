@@ -123,7 +123,7 @@ def test_a_description_becomes_numbers(tmp_path: Path) -> None:
       latency_ms: 20
       dollars_per_gb: 0.1
     - {gpu: T4, upload_mbps: 80, download_mbps: 160}
-    - {tflops: 10, memory_gb: 5, name: mine, upload_mbps: 80, download_mbps: 160}
+    - {tflops: 10, memory_gb: 5, name: mine, upload_mbps: 80, download_mbps: 160, reachability: closed}
     """
     first, second, third = load_peers(write(tmp_path, text), "fp16")
     assert first == PeerGroup(
@@ -141,6 +141,7 @@ def test_a_description_becomes_numbers(tmp_path: Path) -> None:
     assert (second.name, second.flops_per_s) == ("T4 (2)", 65e12 * 0.3)
     assert second.upload_bytes_per_s == pytest.approx(10e6 * USUAL_LINK_UTILISATION)
     assert (third.name, third.flops_per_s, third.memory_bytes) == ("mine", 3e12, 5e9 - RESERVED_BYTES)
+    assert (second.is_closed, third.is_closed) == (False, True)
 
 
 LINK = "upload_mbps: 1, download_mbps: 1"
@@ -472,6 +473,8 @@ def test_peers_of_a_live_run_have_their_measured_speed() -> None:
     assert {group.averaging_gain for group in groups} == {1.0, AVERAGING_GAIN}
     assert thin.averaging_gain == 1.0, "it has no gaps to fill"
     assert thin.flops_per_s == pytest.approx(8.0 * works[1].flops, rel=0.05)
+    cut = live_groups(manifest, SwarmView(2, (peers[0], replace(peers[1], unreached=("c",)), peers[2])), LivePeers())
+    assert sum(group.count for group in cut if group.is_closed) == 2, "both ends of a way that is missing"
     with pytest.raises(UserError, match="none of the 1 peers of run gpt2-124m has measured its speed: wait"):
         live_groups(manifest, SwarmView(2, peers[3:]), LivePeers())
 
@@ -565,3 +568,12 @@ def test_a_plan_says_what_a_peer_takes_of_its_machine(overrides: tuple[str, ...]
     memory_gb = float(note.partition("up to ")[2].partition(" GB")[0])
     assert memory_gb == pytest.approx(most_gb, rel=0.05)
     assert note == f"beside its GPU's memory, a peer takes up to {memory_gb:.1f} GB of the machine's{disk}"
+
+
+def test_closed_peers_that_no_stage_has_room_for_are_told(tmp_path: Path) -> None:
+    closed = "{gpu: T4, count: 6, name: closed, upload_mbps: 80, download_mbps: 160, reachability: closed}"
+    text = f"peers: [{closed}, {{gpu: T4, count: 2, name: open, upload_mbps: 80, download_mbps: 160}}]"
+    report = make_report(manifest_of("gpt2-124m"), load_peers(write(tmp_path, text), "fp16"), 2)
+    (note,) = [note for note in report["notes"] if "without a stage" in note]
+    assert note.startswith("4 peers without a stage (4 x closed)")
+    assert "the ways that closed ones lack to each other" in note

@@ -97,6 +97,7 @@ def test_the_summary():
             "queue": 3,
             "is_reachable": None,
             "relays": [],
+            "unreached": [],
             "neighbours": [],
             "time_percent": None,
         }

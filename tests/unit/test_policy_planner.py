@@ -391,3 +391,24 @@ def test_peers_that_choose_by_themselves_need_memory_for_a_stage():
     assert automatic(2, 2) == [(0, 2), (2, 0)]
     assert automatic(3, 0) is None
     assert automatic(1, 5) is None, "the small ones do not fit the second stage"
+
+
+@pytest.mark.parametrize("num_closed", [4, 40])
+def test_closed_peers_are_never_stage_mates_nor_alone_beside_each_other(num_closed):
+    """Of few peers all assignments are tried; of many a search tries some."""
+    peers = [group("closed", num_closed, 20.0, is_closed=True), group("open", 4, 10.0)]
+    made = plan({2: [work(), work()], 3: [work(), work(), work()]}, peers, SETTINGS)
+    closed = [each.name for each in made.groups].index("closed")
+    for option in made.options:
+        assert option.prediction
+        counts = [stage.peers for stage in option.prediction.stages]
+        assert all(here[closed] == 1 for here in counts), "each stage takes one, and the others have no stage"
+        assert all(here[1 - closed] for here in counts)
+
+
+def test_too_many_closed_peers_are_said_to_be_why():
+    made = plan({3: [work()] * 3}, [group("closed", 9, is_closed=True)], SETTINGS)
+    assert made.best is None
+    assert made.options[0].reason.startswith("9 of 9 peers are closed")
+    assert plan({3: [work()] * 3}, [group("closed", 1, is_closed=True), group("open", 2)], SETTINGS).best
+    assert not plan({3: [work()] * 3}, [group("closed", 2, is_closed=True), group("open", 1)], SETTINGS).best

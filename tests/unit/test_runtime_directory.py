@@ -294,6 +294,7 @@ async def test_a_peer_announces_all_that_others_know_of_it(dht):
         "name": "mine",
         "relays": ("other",),
         "neighbours": (("a", "", 3, 4),),
+        "unreached": ("b",),
     }
     told |= {"upload_bytes_per_s": 1e6, "download_bytes_per_s": 2e6, "device_samples_per_s": 9.0}
     said = ANNOUNCEMENT.model_copy(update=told).view(dht.identity.peer_id, 1.0)

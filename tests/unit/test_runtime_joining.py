@@ -47,3 +47,25 @@ async def test_a_newcomer_says_what_it_waits_for(monkeypatch, caplog, places, be
         await join(agreement, 1, Nobody(), explained.append)
     assert set(explained) == told
     assert caplog.text.count("waiting stage=1") == (LOST in caplog.text)
+
+
+async def test_a_newcomer_wishes_for_no_place_as_long_as_it_lacks_a_way(monkeypatch, caplog):
+    monkeypatch.setattr(joining, "PAUSE_S", 0.001)
+    membership = SimpleNamespace(desired=frozenset({1}), prepared=frozenset(), stages=frozenset())
+    core = SimpleNamespace(epoch=Epoch(EpochId(1, OTHER, 0), (Place(0, OTHER),)), membership=membership)
+    agreement = SimpleNamespace(core=core, changed=Condition(), look=lambda: None)
+    missing = ["no way to mate", "no way to mate", ""]
+    desired = []
+
+    async def lacks():
+        desired.append(membership.desired)
+        if len(missing) == 1:
+            membership.stages = frozenset({1})
+        return missing.pop(0)
+
+    explained = []
+    await join(agreement, 1, Nobody(), explained.append, lacks)
+    assert desired == [{1}, set(), set()]
+    assert membership.desired == {1}
+    assert explained == ["waits to join stage 1: no way to mate"] * 2
+    assert caplog.text.count("waiting stage=1") == 1

@@ -358,6 +358,20 @@ async def test_nobody_is_believed_in_whom_a_carried_connection_leads_to(monkeypa
         ends.writer.close()
 
 
+async def test_what_was_in_vain_is_forgotten_once_a_node_announces_itself_no_more(monkeypatch):
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.IMPROVE_S", 0.01)
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.01)
+    net = Net(opens=False)
+    async with net.running(relay_bytes_per_s=0.0) as nodes:
+        nodes[A]._p2p.announced = {HELP: [SEEN[HELP]], B: [SEEN[B]]}.get
+        await nodes[A].reach(B, [])
+        await nodes[A]._improve()
+        nodes[A]._forget()
+        assert (nodes[A]._failures[B], B in nodes[A]._not_before_s) == (1, True)
+        nodes[A]._p2p.announced = {HELP: [SEEN[HELP]]}.get
+        await until(lambda: not (nodes[A]._failures or nodes[A]._not_before_s))
+
+
 async def test_strangers_are_asked_for_no_help():
     net = Net()
     async with net.running() as nodes:

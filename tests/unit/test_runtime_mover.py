@@ -46,6 +46,7 @@ class ScriptedMover(Mover):
             directory=SimpleNamespace(announce=self._announce, refresh_surely=None),
             device=SimpleNamespace(type="cpu"),
             base=SimpleNamespace(manifest=self._manifest, source=self._have_base),
+            ways=SimpleNamespace(explain=self._reach),
             agreement=SimpleNamespace(core=SimpleNamespace(forget_prepared=self._forget)),
         )
         super().__init__(parts=parts, lifecycle=lifecycle, counted=None)
@@ -61,6 +62,9 @@ class ScriptedMover(Mover):
 
     async def _manifest(self):
         return None
+
+    async def _reach(self, stage):
+        return ""
 
     async def _have_base(self, stage, waits):
         assert not waits, "a peer that serves stays where it is"

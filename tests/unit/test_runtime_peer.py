@@ -342,10 +342,11 @@ async def test_a_peer_tells_where_it_moves_to_and_what_is_too_large_for_it():
     peer = object.__new__(Peer)
     peer._context = make_context(MANIFEST, options=OPTIONS, too_large=(0,))
     peer._lifecycle, peer._options, peer._me = Lifecycle(MovedClock(now=1.0)), OPTIONS, "me"
-    peer._mover = SimpleNamespace(movable=True, moving_to=1)
+    peer._mover = SimpleNamespace(movable=True, moving_to=1, unreached=("b",))
     peer._dht = SimpleNamespace(is_reachable=None, addresses=(), relays=())
     peer._replica, peer._moved_from, peer._waits, peer._opens = None, UNDECIDED, None, UNDECIDED
     assert (peer._describe().too_large, peer._describe().moving_to) == ((0,), 1)
+    assert peer._describe().unreached == ("b",)
 
 
 async def test_a_hub_that_fails_for_an_hour_ends_a_peer_that_waits_for_it(monkeypatch):

@@ -22,6 +22,7 @@ from swarm_peer.policy.placement.move_search import RebalancingParameters
 from swarm_peer.policy.placement.movers import Movers, Note, OpenMove
 from swarm_peer.policy.placement.rebalancing import ExchangePatience, Move, rebalance
 from swarm_peer.policy.placement.throughput_validation import RecentSpeeds, believed
+from swarm_peer.policy.placement.ways import as_reached, lacking
 from swarm_peer.policy.view import ANNOUNCEMENTS_PER_LIFETIME, UNDECIDED, PeerState, PeerView, SwarmView
 
 # Measured speeds wander by some percent, so a smaller gain than this is not worth a move where a stage has one peer.
@@ -108,6 +109,9 @@ class LiveRebalancer:
         if now_s in self.movers.refused_s.values():
             self._promised = None
         view = self.movers.placed(self._speeds.observe(view), self._params.stage_costs, self._speeds.is_measured)
+        # Without some way that they need, those that are here may not have computed yet, and a move may bring one.
+        is_cut_off = bool(lacking(view))
+        view = as_reached(view)
         serving = frozenset((peer.peer_id, peer.stage) for peer in view.peers if peer.state is PeerState.SERVING)
         if serving != self._serving:
             self._serving, self._serving_since_s = serving, now_s
@@ -119,7 +123,7 @@ class LiveRebalancer:
             notes += [Note(f"speed_not_believed {f.subject} reason={f.reason}", is_warning=True) for f in findings]
         self._disbelieved = disbelieved
         self._observe_members(view, now_s)
-        return notes + (self._decide(view, now_s) if self._is_time(view, delivered > 0, now_s) else [])
+        return notes + (self._decide(view, now_s) if self._is_time(view, delivered > 0 or is_cut_off, now_s) else [])
 
     def _is_time(self, view: SwarmView, computes: bool, now_s: float) -> bool:
         """Whether enough is known for a decision, and nothing is about to change."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from swarm_peer.policy.placement.ways import as_reached, lacked
 from swarm_peer.policy.view import PeerState, SwarmView
 
 
@@ -19,14 +20,17 @@ class ChosenMover:
 def choose_mover(
     view: SwarmView, lost_stage: int, movable: Collection[str], stuck: Collection[str] = ()
 ) -> ChosenMover:
-    """The peer that takes over a stage without serving peers. All peers with the same view choose the same one.
+    """The peer that takes over a stage in which nobody serves, or only peers that lack somebody (see ways.py).
 
-    It is the slowest movable peer of the stage with the most peers, since that stage misses it least.
+    All peers with the same view choose the same one. It is the slowest movable peer of the stage with the most peers,
+    since that stage misses it least, of those that lack nobody in the lost stage, as far as they know.
 
     Args:
         movable: peers that may move
         stuck: peers that have been joining for too long to wait for them
     """
+    placed = [[peer.peer_id for peer in view.in_stage(stage) if peer.has_work] for stage in range(view.num_stages)]
+    view = as_reached(view)
     joining = [
         peer.peer_id
         for peer in view.in_stage(lost_stage)
@@ -38,7 +42,7 @@ def choose_mover(
         (-len(view.serving(peer.stage)), peer.samples_per_s, peer.peer_id)
         for peer in view.peers
         if peer.state is PeerState.SERVING and peer.peer_id in movable and len(view.serving(peer.stage)) > 1
-        if lost_stage not in peer.too_large
+        if lost_stage not in peer.too_large and not lacked(lost_stage, placed, frozenset(peer.unreached))
     ]
     if not candidates:
         reason = f"no peer may move to stage {lost_stage}: none is free, or each is the last of its stage"

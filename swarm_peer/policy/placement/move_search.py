@@ -9,6 +9,7 @@ search takes the one that computes the most samples; the time in which movers co
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from swarm_peer.policy.placement.capacity import (
     speed_in,
     work_per_s,
 )
+from swarm_peer.policy.placement.ways import cut_off, lacked, missing_ways
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # With more peers than this, single moves balance the stages well enough, and there are too many swaps to try.
@@ -159,6 +161,9 @@ class MoveSearch:
         for number, peer in enumerate(self.movers):
             work = speeds[peer.peer_id]
             self._speeds[number] = [speed_in(peer, k, work, costs, params.traffic) for k in range(num_stages)]
+        self._ways = missing_ways(view.peers)
+        self._placed = [{peer.peer_id for peer in view.in_stage(stage)} for stage in range(num_stages)]
+        self._num_cut_off = cut_off(self._placed, self._ways)
         self.rest = self.schedule(())
         self.ideal = ideal_capacity(self.rest.capacity, costs)
 
@@ -190,7 +195,11 @@ class MoveSearch:
         All others are planned anew once these have arrived. Less is missing each time, so that no move is taken back.
         """
         pairs, missing_now = plan.pairs_at_once, self._missing(self.rest)
-        while pairs and self._missing(self.schedule(pairs)) >= missing_now - NEARLY:
+
+        def is_bad(begun: MovePlan) -> bool:
+            return begun.merit == -math.inf or self._missing(begun) >= missing_now - NEARLY
+
+        while pairs and is_bad(self.schedule(pairs)):
             shorter = itertools.combinations(pairs, len(pairs) - 1)
             pairs = min(shorter, key=lambda part: self._missing(self.schedule(part)))
         return pairs
@@ -220,10 +229,28 @@ class MoveSearch:
     def _fits(self) -> npt.NDArray[np.bool_]:
         """Whether each mover can move to each stage; nobody fits everywhere."""
         stages = range(len(self._now))
+
+        def fits(number: int, stage: int) -> bool:
+            peer = self.movers[number]
+            return stage not in (peer.stage, *peer.too_large) and self._keeps_ways(((number, stage),))
+
         return np.array(
-            [[stage not in (peer.stage, *peer.too_large) for stage in stages] for peer in self.movers]
+            [[fits(number, stage) for stage in stages] for number in range(len(self.movers))]
             + [[True for _ in stages] for _ in stages]
         )
+
+    def _keeps_ways(self, pairs: Pairs) -> bool:
+        """Whether after some moves no mover lacks a way to somebody that it needs, and no more others than now do."""
+        if not self._ways:
+            return True
+        placed = list(self._placed)
+        for number, to_stage in pairs:
+            peer = self.movers[number]
+            placed[peer.stage] = placed[peer.stage] - {peer.peer_id}
+            placed[to_stage] = placed[to_stage] | {peer.peer_id}
+        moved = ((to_stage, self._ways.get(self.movers[number].peer_id, set())) for number, to_stage in pairs)
+        lacks = any(lacked(to_stage, placed, without_way) for to_stage, without_way in moved)
+        return not lacks and cut_off(placed, self._ways) <= self._num_cut_off
 
     def schedule(self, pairs: Pairs) -> MovePlan:
         """Schedule moves, one at a time from and to each stage, and count the samples that the swarm computes."""
@@ -246,6 +273,8 @@ class MoveSearch:
         for shift in shifts:
             capacity[shift.stage] += shift.samples_per_s
         merit = discounted_samples(self._now, shifts, params.horizon_s) - params.payback * undone
+        if not self._keeps_ways(pairs):
+            merit = -math.inf
         return MovePlan(pairs, tuple(moves), merit, tuple(capacity))
 
     def _pruned(self, plan: MovePlan) -> MovePlan:
@@ -255,7 +284,7 @@ class MoveSearch:
             enough = min(plan.capacity) * (1 - PART_GAIN * self._params.least_gain)
             shorter = [self.schedule(pairs) for pairs in self._shorter(plan.pairs)]
             spared = [other for other in shorter if other.merit >= as_good or min(other.capacity) >= enough]
-            spared = [other for other in spared if self._begins_well(other)]
+            spared = [other for other in spared if other.merit > -math.inf and self._begins_well(other)]
             if not spared:
                 break
             plan = max(spared, key=lambda plan: plan.merit)

@@ -10,21 +10,30 @@ from dataclasses import dataclass
 from swarm_peer.policy.link_limit import Traffic, most_samples_per_s
 from swarm_peer.policy.placement.capacity import JOINING_PATIENCE_S, speed_in, work_per_s
 from swarm_peer.policy.placement.move_search import MoveSearch, RebalancingParameters
+from swarm_peer.policy.placement.ways import lacked, lacking
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """The stage that a newcomer serves, and why."""
+    """The stage that a newcomer serves, and why.
+
+    Attributes:
+        lacks: those that it needs there and has no way to, as far as it knows: it has to wait
+    """
 
     stage: int
     reason: str
+    lacks: frozenset[str] = frozenset()
 
 
 def choose_stage(
     view: SwarmView, stage_costs: Sequence[float], me: str, now_s: float, traffic: Traffic = ()
 ) -> StageChoice:
     """The stage where one more peer helps the swarm most: of those that fit it, the one with the least capacity.
+
+    A stage in which it lacks nobody, as far as it knows (see ways.py), goes before all others. Peers that lack somebody
+    count for nothing where they are.
 
     Peers may choose at the same time. Each of them places all undecided peers, in the order of their ids, on top of the
     peers that have a stage. So all come to the same plan, and no two fill the same gap.
@@ -40,12 +49,14 @@ def choose_stage(
     myself = view.peer(me) or PeerView(peer_id=me, stage=UNDECIDED, state=PeerState.JOINING)
     work = work_per_s(others, stage_costs)
     capacity = [0.0] * view.num_stages  # samples/s that each stage can take
-    num_peers = [0] * view.num_stages
+    placed = [set[str]() for _ in stages]
+    idle = lacking(view)
     for peer in others:
-        is_here = peer.state is PeerState.SERVING or (peer.state is PeerState.JOINING and not _is_stuck(peer, now_s))
-        if peer.stage != UNDECIDED and is_here:
-            capacity[peer.stage] += speed_in(peer, peer.stage, work[peer.peer_id], stage_costs, traffic)
-            num_peers[peer.stage] += 1
+        comes = peer.state is PeerState.JOINING and not _is_stuck(peer, now_s) and peer.peer_id not in idle
+        if peer.stage != UNDECIDED and (peer.state is PeerState.SERVING or comes):
+            placed[peer.stage].add(peer.peer_id)
+            if peer.peer_id not in idle:
+                capacity[peer.stage] += speed_in(peer, peer.stage, work[peer.peer_id], stage_costs, traffic)
 
     undecided = [peer for peer in others if peer.stage == UNDECIDED]
     for peer in sorted([*undecided, myself], key=lambda peer: peer.peer_id):
@@ -53,15 +64,17 @@ def choose_stage(
         if not fitting and peer.peer_id != me:
             continue  # it cannot take part
         carried = [most_samples_per_s(peer, k, traffic) for k in stages]
-        stage = min(fitting or stages, key=lambda k: (capacity[k], num_peers[k], -carried[k], k))
+        reached = [k for k in fitting or stages if not lacked(k, placed, frozenset(peer.unreached))]
+        stage = min(reached or fitting or stages, key=lambda k: (capacity[k], len(placed[k]), -carried[k], k))
         if peer.peer_id == me:
             which = "the least capacity" if len(fitting) == len(stages) else "the least capacity of those that fit"
+            which += " and reach it" if 0 < len(reached) < len(fitting or stages) else ""
             is_known = any(other.samples_per_s > 0 for other in others)
             amount = f"{capacity[stage]:.3g} samples/s" if is_known else "as far as is known before anybody computes"
-            reason = f"stage {stage} has {num_peers[stage]} peers and {which}, {amount}"
-            return StageChoice(stage, reason)
+            reason = f"stage {stage} has {len(placed[stage])} peers and {which}, {amount}"
+            return StageChoice(stage, reason, lacked(stage, placed, frozenset(peer.unreached)))
         capacity[stage] += speed_in(peer, stage, work[peer.peer_id], stage_costs, traffic)
-        num_peers[stage] += 1
+        placed[stage].add(peer.peer_id)
     raise AssertionError("unreachable: this peer is among the undecided")
 
 
@@ -122,8 +135,8 @@ def rebalance(view: SwarmView, params: RebalancingParameters, now_s: float) -> R
 
     A mover computes nothing while it downloads its new state, and the gain from its move lasts only for some time
     (`horizon_s`). A move is made if it gains more than it costs. Peers that are joining count from their expected
-    arrival on. At any time at most one peer moves away from each stage and at most one moves to it, and `min_replicas`
-    go on serving it.
+    arrival on, and nobody moves so that more peers lack a way that they need (ways.py). At any time at most one peer
+    moves away from each stage and at most one moves to it, and `min_replicas` go on serving it.
 
     Call it whenever something has changed. It takes little time if the stages are in balance.
     """

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import NamedTuple
 
+from swarm_peer.policy.placement.ways import lacked
 from swarm_peer.policy.planning.resources import PeerGroup, StageWork, StepSettings
 
 # Round trips at the end of a step: barrier; and of an average: both halves of the all-reduce, vote.
@@ -189,6 +190,33 @@ class Predictor:
         """Whether a peer of the group has enough memory for the stage."""
         return self._pairs[stage][group].window > 0
 
+    def may_join(self, counts: Counts, stage: int, group: int) -> bool:
+        """Whether one more peer of the group lacks nobody in a stage, by the rule that live peers go by."""
+        if not self.groups[group].is_closed:
+            return True
+        placed, closed = self._placed(counts)
+        return not lacked(stage, placed, closed)
+
+    def _placed(self, counts: Counts) -> tuple[list[set[str]], frozenset[str]]:
+        """The peers by stage, each closed one by a name of its own; and the names of all closed ones."""
+        placed: list[set[str]] = []
+        for stage, here in enumerate(counts):
+            num_closed = sum(count for count, group in zip(here, self.groups, strict=True) if group.is_closed)
+            num_open = sum(here) - num_closed
+            placed.append({*(f"{stage} {number}" for number in range(num_closed)), *["open"][:num_open]})
+        return placed, frozenset().union(*placed) - {"open"}
+
+    def _cut_off(self, counts: Counts) -> set[int]:
+        """The stages with a peer that lacks a way to somebody that it needs."""
+        if not any(group.is_closed for group in self.groups):
+            return set()
+        placed, closed = self._placed(counts)
+        return {
+            stage
+            for stage, here in enumerate(placed)
+            if any(lacked(stage, placed, closed - {peer}) for peer in here & closed)
+        }
+
     def rates(self, counts: Counts | None = None) -> list[list[float]]:
         """Samples per second of one peer of each group (columns) in each stage (rows); 0 where it does not fit.
 
@@ -204,7 +232,8 @@ class Predictor:
         ]
 
     def score(self, counts: Counts) -> tuple[float, float]:
-        """The score of an assignment; larger is better, and (0, 0) means that a stage has too few peers.
+        """The score of an assignment; larger is better, and (0, 0) means that a stage has too few peers, or
+        one that lacks a way to somebody that it needs.
 
         First come the samples per second; with equal ones, less time at the other stages is better.
         """
@@ -215,7 +244,7 @@ class Predictor:
         return self.settings.global_batch_size / step_s, -sum(1 / flow.rate for flow in flows)
 
     def slow_stages(self, counts: Counts) -> set[int]:
-        """The stages with too few peers; if there are none, the slowest stage of the stream and that of averaging."""
+        """The stages that score refuses; if there are none, the slowest stage of the stream and that of averaging."""
         if wanting := self._wanting(counts):
             return wanting
         flows = self._flows(counts)
@@ -233,7 +262,8 @@ class Predictor:
         return sorted(range(len(flows)), key=lambda stage: (-flows[stage].rate, stage))
 
     def _wanting(self, counts: Counts) -> set[int]:
-        return {stage for stage, here in enumerate(counts) if sum(here) < self.settings.min_peers}
+        few = {stage for stage, here in enumerate(counts) if sum(here) < self.settings.min_peers}
+        return few | self._cut_off(counts)
 
     def _flows(self, counts: Counts) -> list[_Flow]:
         flows: list[_Flow] = []

@@ -205,9 +205,10 @@ def _cover(predictor: Predictor, counts: Assignment, left: list[int]) -> bool:
     needs = sorted(range(len(counts)), key=lambda stage: (-predictor.works[stage].memory.peak_bytes(1), stage))
     for stage in [stage for stage in needs for _ in range(predictor.settings.min_peers)]:
         able = [index for index in range(len(groups)) if left[index] and predictor.fits(stage, index)]
+        able = [index for index in able if predictor.may_join(counts, stage, index)]
         if not able:
             return False
-        chosen = min(able, key=lambda index: (groups[index].memory_bytes, -groups[index].flops_per_s, index))
+        chosen = min(able, key=lambda g: (groups[g].is_closed, groups[g].memory_bytes, -groups[g].flops_per_s, g))
         counts[stage][chosen] += 1
         left[chosen] -= 1
     return True
@@ -219,10 +220,14 @@ def _spread(
     """Give each remaining peer to the slowest of these stages."""
     totals = [sum(n * rates[k][g] for g, n in enumerate(here)) for k, here in enumerate(counts)]
     possible = [[k for k in stages if predictor.fits(k, g)] for g in range(len(left))]
-    order = sorted(range(len(left)), key=lambda g: (len(possible[g]), -predictor.groups[g].flops_per_s, g))
+    groups = predictor.groups
+    order = sorted(range(len(left)), key=lambda g: (groups[g].is_closed, len(possible[g]), -groups[g].flops_per_s, g))
     for index in order:
-        for _ in range(left[index] if possible[index] else 0):
-            stage = min(possible[index], key=lambda k: (totals[k], k))
+        for _ in range(left[index]):
+            reached = [k for k in possible[index] if predictor.may_join(counts, k, index)]
+            if not reached:
+                break
+            stage = min(reached, key=lambda k: (totals[k], k))
             counts[stage][index] += 1
             totals[stage] += rates[stage][index]
 
@@ -349,8 +354,14 @@ def _why_not(works: Sequence[StageWork], groups: Sequence[PeerGroup], min_peers:
             f"stage {stage} needs {need / 1e9:.1f} GB with one microbatch in flight, and the largest peer has "
             f"{largest / 1e9:.1f} GB"
         )
+    num_closed = sum(group.count for group in groups if group.is_closed)
     if num_peers < len(works) * min_peers:
         return f"{len(works)} stages of {min_peers} need {len(works) * min_peers} peers, and there are {num_peers}"
+    if num_closed:
+        return (
+            f"{num_closed} of {num_peers} peers are closed: no two of them can be stage-mates, nor the only peers of "
+            f"two stages, and too few others are there"
+        )
     able = sum(group.count for group in groups if group.memory_bytes >= need)
     return (
         f"too few peers have the memory: stage {stage} needs {need / 1e9:.1f} GB, and {able} of {num_peers} have that"

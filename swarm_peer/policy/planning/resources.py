@@ -48,6 +48,7 @@ class PeerGroup:
         upload_bytes_per_s, download_bytes_per_s: what microbatches reach
         averaging_gain: how many times as fast averages, which queue many parts, pass the link
         latency_s: round trip to another peer
+        is_closed: whether no two of all closed peers have a way to each other
     """
 
     name: str
@@ -60,6 +61,7 @@ class PeerGroup:
     latency_s: float = 0.0
     dollars_per_hour: float = 0.0
     dollars_per_sent_byte: float = 0.0
+    is_closed: bool = False
 
     @property
     def link_bytes_per_s(self) -> float:

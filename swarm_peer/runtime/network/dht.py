@@ -252,6 +252,14 @@ class SwarmDHT:
             for peer_id in peer_ids:
                 tasks.start_soon(self.p2p.dial, peer_id)
 
+    async def connected(self) -> set[str]:
+        """The ids of the nodes that this one has a connection to.
+
+        Raises:
+            PeerUnreachable: the daemon does not answer
+        """
+        return set(await self.p2p.connections())
+
     def keep_run(self, run_id: str, manifest: RunManifest) -> None:
         """Have this node store the records of this run alone from now on."""
         self._places.keep_run(run_id, manifest)

@@ -25,7 +25,7 @@ from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.host.metrics import PeerMetrics
 from swarm_peer.runtime.network.dht import SwarmDHT
 from swarm_peer.runtime.network.peer_addresses import is_dialable, is_tcp_address
-from swarm_peer.wire.records import MAX_ADDRESSES, Announcement, stage_key
+from swarm_peer.wire.records import MAX_ADDRESSES, MAX_UNREACHED, Announcement, stage_key
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +260,7 @@ class Directory:
             is_reachable=me.is_reachable,
             relays=me.relays,
             neighbours=me.neighbours,
+            unreached=me.unreached[:MAX_UNREACHED],
             incarnation=me.incarnation,
             name=me.name,
             time_shares=me.time_shares,
@@ -289,6 +290,13 @@ class Directory:
         known = self._remembered.get(peer_id)
         serving = (PeerState.SERVING.value, PeerState.DRAINING.value)
         return known is not None and known[0].stage == stage and known[0].state in serving
+
+    def known(self, peer_id: str) -> PeerView | None:
+        """A peer by its last announcement, also one that cannot be reached; None if it has left, or is not known."""
+        announcement, arrived_s = self._remembered.get(peer_id, (None, 0.0))
+        if announcement is None or announcement.state == PeerState.LEFT.value:
+            return None
+        return announcement.view(peer_id, arrived_s)
 
     def takes_part(self, peer_id: str) -> bool:
         """Whether a caller is a peer of the run, in any stage and state, by its last announcement."""

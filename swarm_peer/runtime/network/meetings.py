@@ -24,6 +24,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -61,9 +62,9 @@ BETTER_AGAIN_S = 900.0
 MOST_UNREAD = 32
 MOST_UNREAD_EACH = 2
 # Wishes of others to meet that this node sees to at a time, those of one of them, and what it carries in the same way.
-MOST_MET = 64
+MOST_MET = 80
 MOST_MET_EACH = 8
-MOST_RELAYED = 32
+MOST_RELAYED = 40
 MOST_RELAYED_EACH = 8
 # Nodes that want to reach this one, by the word of helpers. Anybody may pass on the pass of another one, so that places
 # are held by both together.
@@ -128,7 +129,15 @@ class Meetings:
             await self._p2p.handle_streams(HELPED, self._in_own_task(self._be_reached))
             while True:
                 await anyio.sleep(IMPROVE_S)
+                self._forget()
                 await self._improve()
+
+    def _forget(self) -> None:
+        """Forget what was tried in vain with nodes that announce themselves no more."""
+        known: tuple[dict[str, Any], ...] = (self._failures, self._not_before_s, self._improved_s)
+        for each in known:
+            for name in [name for name in each if not self._p2p.announced(name)]:
+                del each[name]
 
     async def _improve(self) -> None:
         """Give up relays to nodes that can be dialled by now: the daemon dials nobody to whom it is connected.
@@ -390,11 +399,13 @@ class Meetings:
     async def _help(self, peer_id: str, seen: str, ends: Ends) -> None:
         """Be the helper of a node: pass its wish on to the node that is to be reached."""
         request = await self._read(peer_id, ends)
-        self._p2p.passes.check(peer_id, request.shown)  # before a place is taken, which strangers could hold
+        # Before a place is taken, which strangers could hold.
+        shown = self._p2p.passes.check(peer_id, request.shown)
+        ticket = shown.ticket.key if shown is not None else ""
         try:
             if request.is_relay and not (self._relay_bytes_per_s and self._p2p.may_carry()):
                 raise NoRoom("its owner has it relay nothing")
-            with (self._relays if request.is_relay else self._met).hold(peer_id):
+            with (self._relays if request.is_relay else self._met).hold(peer_id, ticket):
                 at = seen_at((await self._p2p.connections()).get(request.other, ()))
                 if not at:
                     raise PeerUnreachable("this node has no connection of its own to it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import anyio
@@ -24,18 +24,36 @@ PREPARING_S = 60.0
 LOST = "it has lost all its peers, and the run waits for snapshots of all stages, or for a coordinator's checkpoint"
 
 
+async def _nothing() -> str:
+    return ""
+
+
 async def join(
-    agreement: Agreement, stage: int, sources: StageSources, explain: Callable[[str], None] = lambda why: None
+    agreement: Agreement,
+    stage: int,
+    sources: StageSources,
+    explain: Callable[[str], None] = lambda why: None,
+    lacks: Callable[[], Awaitable[str]] = _nothing,
 ) -> None:
     """Take over the state of a stage, if it has seats, and wait until this peer has a place in it.
 
     Args:
         explain: told why it takes so long
+        lacks: says to whom this peer finds no way that it needs there; as long as there is somebody, it wishes for no
+            place, so that no round waits for two that cannot talk
     """
-    core, waits_for_run = agreement.core, False
-    core.membership.desired |= {stage}
+    core, waits_for_run, waits_for_way = agreement.core, False, ""
     while stage not in core.membership.stages:
         epoch = core.epoch
+        if words := await lacks():
+            core.membership.desired -= {stage}
+            explain(f"waits to join stage {stage}: {words}")
+            if words != waits_for_way:
+                log.warning("waiting stage=%d reason=%s", stage, words)
+            waits_for_way = words
+            await anyio.sleep(PAUSE_S)
+            continue
+        core.membership.desired |= {stage}
         if stage in core.epoch.lost:
             explain(f"waits to join stage {stage}: {LOST}")
             if not waits_for_run:

@@ -10,6 +10,7 @@ import anyio
 
 from swarm_peer.model.training import max_state_bytes
 from swarm_peer.policy.placement.lost_stage import choose_mover
+from swarm_peer.policy.placement.ways import as_reached
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
 
@@ -50,7 +51,7 @@ async def watch_stages(context: PeerContext, look: Look) -> int:
         # This peer polls some of the stages for its work anyway.
         view = await look(range(context.resolved.num_stages), max_age_s=patience_s / 4)
         now = context.clock.monotonic_s()
-        empty = view.empty_stages()
+        empty = as_reached(view).empty_stages()
         empty_since = {stage: empty_since.get(stage, now) for stage in empty}
         reported = {stage: reason for stage, reason in reported.items() if stage in empty}
         joining = [peer for peer in view.peers if peer.state is PeerState.JOINING and peer.stage in empty]
