@@ -232,6 +232,16 @@ async def test_where_that_fails_a_third_one_carries_their_connection(mode, monke
         await until(lambda: not (nodes[A].carriers or nodes[B].carriers or nodes[HELP]._relays.num_held))
 
 
+@pytest.fixture(autouse=True)
+def closed_routers(monkeypatch):
+    """No connection that both ends begin comes about, unless a test has one made."""
+
+    async def punch(port, addresses):
+        await anyio.sleep_forever()
+
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.punch", punch)
+
+
 def punched_by(monkeypatch, punch):
     """Have connections that both ends begin made by `punch`, which takes a node's addresses."""
     monkeypatch.setattr("swarm_peer.runtime.network.meetings.punch", lambda port, addresses: punch(tuple(addresses)))
@@ -246,11 +256,12 @@ async def test_a_carried_connection_gives_way_to_one_that_both_begin(monkeypatch
         punched.add(addresses)
         return Ends(*await asyncio.open_connection(sock=ends[B if addresses == ("/ip4/11.0.0.2/tcp/7",) else A]))
 
-    punched_by(monkeypatch, punch)
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
     net = Net(opens=False)
     async with net.running() as nodes:
         await nodes[B].reach(A, [])
         await until(lambda: nodes[A].carriers and nodes[B].carriers)
+        punched_by(monkeypatch, punch)
         await nodes[B]._improve()
         assert not punched, "the other one begins"
         caplog.set_level("INFO")
@@ -263,6 +274,26 @@ async def test_a_carried_connection_gives_way_to_one_that_both_begin(monkeypatch
         assert len(punched) == 2, "there is nothing to improve"
         nodes[A]._p2p.opened[0][1].close()
         await until(lambda: frozenset((A, B)) not in net.links)
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+async def test_where_nobody_carries_it_both_ends_begin_a_connection(asks, monkeypatch, caplog):
+    ends = dict(zip((A, B), socket.socketpair(), strict=True))
+
+    async def punch(addresses):
+        return Ends(*await asyncio.open_connection(sock=ends[B if addresses == (SEEN[A],) else A]))
+
+    punched_by(monkeypatch, punch)
+    net = Net(opens=False)
+    one, other = (A, B)[asks], (B, A)[asks]
+    async with net.running(relay_bytes_per_s=0) as nodes:
+        caplog.set_level("INFO")
+        await nodes[one].reach(other, [])
+        assert frozenset((A, B)) in net.links
+        assert f"way_found peer={other} way=direct, from both ends" in caplog.text
+        assert not nodes[A].carriers
+        assert not nodes[B].carriers
+        assert not nodes[A]._p2p.redialled
 
 
 async def test_a_carried_connection_stays_where_nothing_better_is_found(monkeypatch):

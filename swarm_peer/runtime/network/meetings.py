@@ -7,9 +7,9 @@ Nodes behind routers keep connections to those that can be dialled. Such a node 
 * To relay, where that fails. Each end makes its stream to the helper look like a connection of TCP to its own daemon,
   and the daemons connect through it as through any other: who they are is proven end to end, and the relay cannot read
   what it carries.
-* To punch: two whose connection is carried meet again, and begin a connection at the same moment. Each one's packets
-  open its own router for those of the other ("hole punching", as libp2p's DCUtR does it). It fails where both routers
-  give each connection a port of its own.
+* To punch: two whose connection is carried, or that nobody carries, meet again and begin a connection at the same
+  moment. Each one's packets open its own router for those of the other ("hole punching", as libp2p's DCUtR does it). It
+  fails where both routers give each connection a port of its own.
 
 libp2p's own relays are off: they carry for everybody who asks. A helper helps members of the run alone, which show
 their passes, and relays at the rate that its owner allows.
@@ -265,7 +265,11 @@ class Meetings:
                 return f"through {helper}"
             except CallError as error:
                 reasons.append(f"{helper[-8:]} as a relay: {error}")
-        raise PeerUnreachable("; ".join(reasons))
+        try:
+            await self._meet(name, await self._ask_to_meet(helpers[0], name))
+            return "direct, from both ends"
+        except CallError as error:
+            raise PeerUnreachable("; ".join([*reasons, f"from both ends: {error}"])) from error
 
     async def _helpers(self, name: str) -> list[str]:
         """Members to ask for help: those that can be dialled first, then initial peers, such as the coordinator."""
@@ -281,10 +285,24 @@ class Meetings:
         Raises:
             CallError: the helper does not help, or nothing has come of it
         """
-        await self._punch(name, await self._ask_to_meet(helper, name), f"through {helper}")
+        await self._punch(name, await self._ask_to_meet(helper, name))
 
-    async def _punch(self, name: str, addresses: Sequence[str], way: str) -> None:
-        """Do that, as the other end does at this moment; see punching.py.
+    async def _meet(self, name: str, addresses: Sequence[str]) -> None:
+        """Connect to a node that does the same now: the daemons dial each other, and then both ends begin a connection.
+
+        Raises:
+            CallError: nothing has come of it
+        """
+        try:
+            await self._connect(name, addresses, PUNCH_S)
+        except CallTimeout:
+            await self._punch(name, addresses)
+            with on_network(CONNECT_S):
+                while not await self._is_connected(name):  # noqa: ASYNC110
+                    await anyio.sleep(LOOK_S)
+
+    async def _punch(self, name: str, addresses: Sequence[str]) -> None:
+        """Connect to a node by a connection that both ends begin now, in the place of a carried one; see punching.py.
 
         Raises:
             CallError: nothing has come of it
@@ -303,9 +321,10 @@ class Meetings:
             if self._me > name:  # of the two, one begins
                 self._tasks.start_soon(self._pipes.accept, name, await self._pipes.knock(), ends, None)
                 return
-            log.info("way_changes peer=%s from=%s to=direct, from both ends", name, way)
-            with on_network(CONNECT_S, errors=(Exception,)):
-                await self._p2p.disconnect(name)
+            if (carrier := self.carriers.get(name)) is not None:
+                log.info("way_changes peer=%s from=through %s to=direct, from both ends", name, carrier.helper)
+                with on_network(CONNECT_S, errors=(Exception,)):
+                    await self._p2p.disconnect(name)
             await self._pipes.dial(name, ends, None)
         except BaseException:
             ends.writer.close()
@@ -441,10 +460,10 @@ class Meetings:
                     await self._be_relayed(request.other, Carrier(helper, request.bytes_per_s), ends)
                 else:
                     await self._answer(ends, HelpAnswer(shown=passes.own_pass, addresses=self._own_plain()))
-                    if (carrier := self.carriers.get(request.other)) is not None:
-                        await self._punch(request.other, request.addresses, f"through {carrier.helper}")
+                    if request.other in self.carriers:
+                        await self._punch(request.other, request.addresses)
                     else:
-                        await self._connect(request.other, request.addresses, PUNCH_S)
+                        await self._meet(request.other, request.addresses)
         except NoRoom as error:
             await self._refuse(ends, error)
             raise
