@@ -136,6 +136,16 @@ def find_factor(way: Way, part: Part) -> StepFactor | None:
     return min(known, key=lambda entry: _distance(entry, way), default=None)
 
 
+def known_periods(way: Way) -> dict[str, tuple[float, float]]:
+    """The periods of which something is known, and the outer steps with which they were measured nearest to a way."""
+    found: dict[str, tuple[float, float]] = {}
+    periodic = [entry for entry in step_factors() if entry.part == "mode" and entry.outer is not None]
+    for entry in sorted(periodic, key=lambda entry: (way.members > (entry.members or inf), _distance(entry, way))):
+        if entry.outer is not None:
+            found.setdefault(entry.value, entry.outer)
+    return found
+
+
 def _holds_for(entry: StepFactor, way: Way) -> bool:
     return (
         entry.value == way.parts[entry.part]

@@ -19,7 +19,16 @@ from pydantic import ValidationError
 from coordinator.config_files import changed_settings
 from coordinator.planning.boundaries import with_boundary
 from coordinator.planning.stage_work import cut_into, stage_works
-from coordinator.planning.step_factors import PARTS, Interval, Part, StepFactor, Way, relative_steps, step_factors
+from coordinator.planning.step_factors import (
+    PARTS,
+    Interval,
+    Part,
+    StepFactor,
+    Way,
+    known_periods,
+    relative_steps,
+    step_factors,
+)
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.policy.planning.performance_model import Prediction, Predictor
@@ -94,7 +103,7 @@ class _Comparison:
         if self._members > 1:
             for codec in AVERAGING:
                 yield partial(_with, section="averaging", compression=codec)
-            for mode in _modes():
+            for mode in _modes(self._way(self._manifest)):
                 yield partial(_with_mode, **mode)
 
     def changed(self, manifest: RunManifest) -> Iterator[RunManifest]:
@@ -170,19 +179,18 @@ class _Comparison:
         return Way(parts, outer, self._members, self._parameters)
 
 
-def _modes() -> Iterator[dict[str, Any]]:
+def _modes(way: Way) -> Iterator[dict[str, Any]]:
     """The modes of which something is known, as `averaging` has them."""
     yield {"mode": "synchronous"}
     yield {"mode": "delayed"}
-    for value, outer in dict.fromkeys((each.value, each.outer) for each in step_factors() if each.part == "mode"):
-        if outer is not None:
-            steps, (rate, momentum) = int(value.removeprefix("periodic-")), outer
-            yield {
-                "mode": "periodic",
-                "inner_steps": steps,
-                "outer_learning_rate": rate,
-                "outer_momentum": momentum,
-            }
+    for value, (rate, momentum) in known_periods(way).items():
+        steps = int(value.removeprefix("periodic-"))
+        yield {
+            "mode": "periodic",
+            "inner_steps": steps,
+            "outer_learning_rate": rate,
+            "outer_momentum": momentum,
+        }
 
 
 def _with(manifest: RunManifest, *, section: str, **values: Any) -> RunManifest:

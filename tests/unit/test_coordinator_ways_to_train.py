@@ -105,6 +105,20 @@ def test_figures_of_as_few_members_as_do_count_before_the_size(table: list[StepF
     assert relative_steps(way(2e7, 17, mode="delayed"), way(2e7, 17))[0] is None
 
 
+def test_periods_come_with_the_outer_steps_that_they_were_measured_with(table: list[StepFactor]) -> None:
+    for value, parameters, members, outer in (
+        ("periodic-30", 2e6, 2, (1.0, 0.0)),
+        ("periodic-30", 2e8, 2, (0.7, 0.9)),
+        ("periodic-30", 2e9, 4, (0.6, 0.5)),
+        ("periodic-10", 2e9, 2, (0.9, 0.0)),
+    ):
+        fields = {"factor": 1.0, "parameters": parameters, "members": members, "outer": outer}
+        table.append(entry(part="mode", value=value, **fields))
+    for parameters, members, outer in ((1e6, 2, (1.0, 0.0)), (1e8, 2, (0.7, 0.9)), (1e6, 3, (0.6, 0.5))):
+        found = known.known_periods(way(parameters, members))
+        assert found == {"periodic-30": outer, "periodic-10": (0.9, 0.0)}
+
+
 def test_factors_of_parts_are_multiplied_and_what_both_ways_have_is_left_out(table: list[StepFactor]) -> None:
     delayed = entry(part="mode", value="delayed", factor=1.5, low=1.2, high=2.0)
     muon = entry(part="optimizer", value="muon", factor=0.5, low=0.4, high=0.8)
@@ -236,7 +250,3 @@ def test_all_ways_of_a_peer_alone_in_its_stage_are_about_wires_and_the_optimizer
     rows = make_report(manifest_of("stages.peers_to_start=1"), [alone], num_stages=2)["ways"]
     assert not any({"mode", "averaging"} & set(row["changes"]) for row in rows)
     assert any("optimizer" in row["changes"] for row in rows)
-
-
-def test_the_file_is_read_once() -> None:
-    assert known.step_factors() is known.step_factors()
