@@ -5,12 +5,14 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+from contexts import make_context, unparsed
 from rich.console import Console
 from watched_runs import VIEW, make_watch, peer
 
 from coordinator.watch.happenings import make_event
-from coordinator.watch.live_view import LiveView, peers_table, run_table
+from coordinator.watch.live_view import LiveView, note_of, peers_table, run_table
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import SwarmView
 
@@ -79,3 +81,12 @@ def test_a_note_gives_a_terminal_no_commands():
     )
     assert "]52;c;ZXZpbA== [2J [red] note; reached with others' help" in terminal.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(terminal.getvalue())
+
+
+def test_a_note_says_what_a_peer_lends_of_its_link():
+    options = PeerOptions(initial_peers=("x",), max_upload_mbps=8, max_download_mbps=40)
+    up, down = make_context(unparsed("m"), options=options).lent_bytes_per_s
+    lends = replace(peer("a", 0), note="", upload_bytes_per_s=up, download_bytes_per_s=down)
+    assert note_of(lends, make_watch()) == "lends 8 Mb/s up, 40 Mb/s down"
+    assert note_of(replace(lends, note="busy", upload_bytes_per_s=0.0), make_watch()) == "busy; lends 40 Mb/s down"
+    assert note_of(peer("a", 0), make_watch()) == "busy"
