@@ -142,7 +142,7 @@ def peers_table(watch: RunWatch) -> Table:
 
 
 def note_of(peer: PeerView, watch: RunWatch) -> str:
-    """The peer's own note, without what would command a terminal; what it lends; how it is reached, if indirectly."""
+    """The peer's own note, without what would command a terminal, with what it lends, and how others reach it."""
     reached = how_reached(peer, watch)
     indirectly = f"reached {reached}" if reached not in ("", "directly") else ""
     return "; ".join(filter(None, (plain_text(peer.note, 200), what_is_lent(peer), indirectly)))
