@@ -151,7 +151,7 @@ def plain(threads: int, command: str, **arguments: object) -> dict[str, Any]:
 def write_samples(file: Path, run: SwarmRun, manifest: RunManifest) -> None:
     """Write the samples of each optimizer step and the held-out ones, as transformers takes them."""
     kinds = [("train", torch.cat(run.counted[line["round"]])) for line in run.lines]
-    kinds.append(("held_out", torch.from_numpy(validation_samples(manifest))))
+    kinds.append(("held_out", torch.from_numpy(validation_samples(manifest, manifest.training.validation_samples))))
     tensors = {}
     for number, (kind, marked_BS) in enumerate(kinds):
         ids_BS, is_learnt_BS = (marked_BS & IDS).long(), (marked_BS & NOT_LEARNT) == 0
@@ -234,17 +234,18 @@ def measure(pair: Pair, folder: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def row(pair: Pair, found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str]:
-    """The relative difference of the losses, and a row of the table."""
-    swarm, one, exported = (found[arm]["validation_loss"] for arm in ARMS)
-    difference = swarm / one - 1
-    before = found["plain"]["validation_before"]
+    """The relative difference of the losses, both as PEFT finds them, and a row of the table."""
+    swarm, one = found["swarm"], found["plain"]
+    difference = found["exported"]["validation_loss"] / one["validation_loss"] - 1
     cells = (
         str(pair.seed),
-        str(found["swarm"]["kills"]),
-        *(f"{loss:.4f}" for loss in (before, one, swarm)),
+        str(swarm["kills"]),
+        *(f"{loss:.4f}" for loss in (one["validation_before"], one["validation_loss"])),
+        f"{found['exported']['validation_loss']:.4f}",
         f"{difference:+.2%}",
-        f"{exported:.4f} ({exported - swarm:+.1e})",
-        *(str(found[arm]["seconds"]) for arm in ("swarm", "plain")),
+        # Where a peer has just come, its share of the held-out samples may be missing.
+        f"{swarm['validation_loss']:.4f} ({swarm['validation_samples']} samples)",
+        *(str(each["seconds"]) for each in (swarm, one)),
     )
     return difference, f"| {' | '.join(cells)} |"
 
@@ -262,7 +263,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "fine-tuning", help="for the runs' files")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "fine-tuning.jsonl")
     options = parser.parse_args()
-    print(f"{provenance()}\n\n| seed | kills | before | one process | swarm | difference | by PEFT alone | s | s |")
+    print(f"{provenance()}\n")
+    print("| seed | kills | before | one process | swarm | difference | own word | swarm, s | one process, s |")
     print("|---" * 9 + "|", flush=True)
     differences = []
     for seed in options.seeds:

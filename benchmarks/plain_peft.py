@@ -27,7 +27,7 @@ BATCH = 8
 
 def base_of(folder: Path) -> transformers.PreTrainedModel:
     """A published model with its layers' matrices in NF4, and everything else in fp32."""
-    config = transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
@@ -36,7 +36,9 @@ def base_of(folder: Path) -> transformers.PreTrainedModel:
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32
     )
-    return model
+    # Whoever evaluates has it in this mode, too, which differs by dropout alone, and there is none. In the other one
+    # bitsandbytes 0.50 packs matrices anew for CPUs with AVX512 BF16: it computes in bf16 then, and without gradients.
+    return model.train()
 
 
 def samples_of(file: Path, kind: str) -> Iterator[dict[str, Tensor]]:
@@ -50,7 +52,6 @@ def samples_of(file: Path, kind: str) -> Iterator[dict[str, Tensor]]:
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, file: Path) -> float:
     """Mean loss of the held-out samples, in nats for each token that is learnt."""
-    model.eval()
     loss_sum, num_targets = 0.0, 0
     for whole in samples_of(file, "held_out"):
         for start in range(0, len(whole["labels"]), BATCH):
@@ -85,7 +86,6 @@ def train(options: argparse.Namespace) -> dict[str, object]:
     losses = []
     first = held_out_loss(model, options.samples)
     for batch in samples_of(options.samples, "train"):
-        model.train()
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -113,7 +113,7 @@ def begin(options: argparse.Namespace) -> dict[str, object]:
 
 def evaluate(options: argparse.Namespace) -> dict[str, object]:
     """The loss of a folder of adapters."""
-    model = peft.PeftModel.from_pretrained(base_of(options.model), options.adapters)
+    model = peft.PeftModel.from_pretrained(base_of(options.model), options.adapters).train()
     return {"validation_loss": held_out_loss(model, options.samples)}
 
 

@@ -70,8 +70,8 @@ def _are_equal(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 def _frozen(trainer: StageTrainer) -> Iterator[tuple[str, torch.Tensor]]:
     """The base as a stage keeps it: parameters that are not trained, and quantised matrices, which are buffers."""
-    for name, value in trainer.module.named_parameters():
+    for name, parameter in trainer.module.named_parameters():
         if name not in trainer.trained:
-            yield name, value.detach().clone()
-    for name, value in trainer.module.named_buffers():
-        yield name, value.clone()
+            yield name, parameter.detach().clone()
+    for name, buffer in trainer.module.named_buffers():
+        yield name, buffer.clone()

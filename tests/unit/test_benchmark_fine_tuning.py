@@ -38,7 +38,7 @@ def test_both_have_the_same_learning_rates(tmp_path: Path) -> None:
 
 def test_what_is_not_learnt_is_no_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = np.array([[5 | NOT_LEARNT | BEGINS, 6, 0 | NOT_LEARNT]], np.int32)
-    monkeypatch.setattr(fine_tuning, "validation_samples", lambda _: held_out)
+    monkeypatch.setattr(fine_tuning, "validation_samples", lambda manifest, count: held_out[:count])
     first, second = torch.tensor([[1 | NOT_LEARNT, 2, 3]]), torch.tensor([[4 | NOT_LEARNT, 7, 8]])
     run = SimpleNamespace(lines=[{"round": 4}, {"round": 9}], counted={9: [second], 4: [first, second], 5: [first]})
     write_samples(file := tmp_path / "samples.safetensors", run, manifest_of(tmp_path))
