@@ -52,7 +52,7 @@ $(SMOLLM2)/config.json: | setup
 test: $(VENV)/.installed-dev  ## Lint, types and all tests but the slow ones
 	@# Types take one core, for a minute where nothing is cached.
 	$(MAKE) --no-print-directory --jobs 2 lint quick
-	@# Seventeen in all, with one of each other mode.
+	@# Some ten quick ones, and one of each other mode.
 	$(BIN)/python tests/tube seeds --quick --each-mode 1
 	@# Four real swarms at once take two cores; with six the tests take longer.
 	$(BIN)/python -m pytest -n 4 --maxschedchunk 1 --durations 12 -m "not slow" tests/faults tests/integration

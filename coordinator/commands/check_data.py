@@ -77,12 +77,13 @@ def _summary(found: DataCheck, section: DataSection) -> list[str]:
         f"learnt: {found.num_targets} of {found.num_tokens} tokens, {found.num_targets / max(found.num_tokens, 1):.0%}",
     ]
     if section.has_targets:
-        share = found.num_tokens / (found.num_samples * (length + 1)) if found.num_samples else 0.0
+        # The first token of a sample is there for the second one to follow, and is not of its length.
+        share = (found.num_tokens / found.num_samples - 1) / length if found.num_samples else 0.0
         lines += [
-            f"samples: {found.num_samples} of {length + 1} tokens, {share:.0%} full"
+            f"samples: {found.num_samples} of {length} tokens, {share:.0%} full"
             + ("" if section.packing or share > 0.7 else "; data.packing=true would fill them"),
-            f"cut off at data.sequence_length={length}: {counts['cut']} documents lose their end, and "
-            f"{counts['cut_off']} all that would be learnt",
+            f"cut off behind the first token and data.sequence_length={length} more: {counts['cut']} documents lose "
+            f"their end, and {counts['cut_off']} all that would be learnt",
             f"left out: {counts['without_target']} without a token to learn, {counts['unusable']} unusable",
         ]
         if found.num_without_end:

@@ -74,4 +74,4 @@ def export(
                 merge=merge,
                 run_folder=run_folder,
             )
-        print(f"Hugging Face checkpoint after {optimizer_step} optimizer steps: {output}")
+        print(f"Saved after {optimizer_step} optimizer steps: {output}")

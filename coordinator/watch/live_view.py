@@ -18,6 +18,7 @@ from coordinator.watch.standstill_words import how_long, in_words
 from coordinator.watch.what_is_trained import training_line
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import PeerView
+from swarm_peer.runtime.context import BYTES_PER_BYTE
 
 # Seconds between lines where the output is no terminal.
 PLAIN_LINE_S = 5.0
@@ -138,9 +139,21 @@ def peers_table(watch: RunWatch) -> Table:
                 str(peer.optimizer_step),
                 # rich must see no markup in them
                 Text(", ".join(filter(None, (how_reached(peer, watch), longest_round_trip(peer)))) or "-"),
-                Text(plain_text(peer.note, 200)),
+                Text(note_of(peer)),
             )
     return table
+
+
+def note_of(peer: PeerView) -> str:
+    """The peer's own note, without what would command a terminal, and what it lends."""
+    return "; ".join(filter(None, (plain_text(peer.note, 200), what_is_lent(peer))))
+
+
+def what_is_lent(peer: PeerView) -> str:
+    """The part of its link that a peer's owner lends, such as `lends 8 Mb/s up, 40 Mb/s down`; empty if all of it."""
+    ways = ((peer.upload_bytes_per_s, "up"), (peer.download_bytes_per_s, "down"))
+    parts = [f"{rate * BYTES_PER_BYTE * 8 / 1e6:.3g} Mb/s {way}" for rate, way in ways if rate]
+    return f"lends {', '.join(parts)}" if parts else ""
 
 
 def _time_percent(peer: PeerView) -> list[str]:

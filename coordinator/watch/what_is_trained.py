@@ -47,6 +47,8 @@ def what_is_trained(model: ModelSection) -> str:
 
 def what_is_saved(model: ModelSection) -> str:
     """Words for the folder that a run's model is saved to."""
+    if model.adapter is not None:
+        return "Adapters, as a folder of PEFT's"
     return "Hugging Face checkpoint" if model.is_plain else "Weights (no Hugging Face model, for its boundaries)"
 
 

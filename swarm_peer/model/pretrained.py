@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from swarm_peer.config import AdapterSection, RunManifest, looks_like_a_path
 from swarm_peer.errors import UserError, check_letters, first_line, machine_fault
 from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
+from swarm_peer.hub_waits import told_if_slow
 from swarm_peer.model.families import Family
 from swarm_peer.model.parameters import replace_parameter
 
@@ -90,7 +91,8 @@ class ModelSource:
             return path if path.is_file() else None
         repository, _, revision = self.name.partition("@")
         try:
-            return Path(hf_hub_download(repository, file, revision=revision or None, cache_dir=self.cache_dir))
+            with told_if_slow(f"{self.key}={self.name!r}"):
+                return Path(hf_hub_download(repository, file, revision=revision or None, cache_dir=self.cache_dir))
         except EntryNotFoundError as error:  # also what is not in the cache of a machine without network
             log.debug("file_not_found model=%s file=%s reason=%s", self.name, file, error)
             return None
@@ -135,11 +137,8 @@ class ModelSource:
 
     def read_config(self) -> dict[str, Any]:
         """The model's config.json. Raises UserError."""
-        config = self.read_json(CONFIG_FILE)
-        if config is None:
-            is_gguf = self.folder is not None and any(self.folder.glob("*.gguf"))
-            hint = ", which transformers makes of a GGUF file" if is_gguf else self._hint
-            raise self.error(f"has no {CONFIG_FILE}: give the folder or hub name of a transformers model{hint}")
+        if (config := self.read_json(CONFIG_FILE)) is None:
+            raise self._lacks(CONFIG_FILE)
         return config
 
     def pinned(self, file: str = CONFIG_FILE) -> str:
@@ -149,15 +148,22 @@ class ModelSource:
             file: that the hub's repository has
 
         Raises:
-            UserError: see fetch
+            UserError: the hub has no such repository, or no such file in it, or cannot be reached
         """
         if self.folder is None and Path(self.name).is_dir():
             return f"./{self.name}"
-        if self.folder is not None or (path := self.fetch(file)) is None:
+        if self.folder is not None:
             return self.name
+        if (path := self.fetch(file)) is None:
+            raise self._lacks(file)
         commit = path.parent.name  # of .../snapshots/COMMIT/FILE
         is_commit = re.fullmatch("[0-9a-f]{40}", commit) is not None
         return f"{self.name.partition('@')[0]}@{commit}" if is_commit else self.name
+
+    def _lacks(self, file: str) -> UserError:
+        is_gguf = self.folder is not None and any(self.folder.glob("*.gguf"))
+        hint = ", which transformers makes of a GGUF file" if is_gguf else self._hint
+        return self.error(f"has no {file}: give the folder or hub name of a transformers model{hint}")
 
     @property
     def _hint(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from adapters import ADAPTER, base_of
 from finish import num_steps
 from small import max_in_flight
 
@@ -24,22 +25,26 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": None,
 }
 
+# The mode of averaging that other modes of the tube have.
+AVERAGING = {
+    "eager": "delayed",
+    **dict.fromkeys(("short", "finish", "lost", "liar", "adapters"), "synchronous"),
+}
+
 
 def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
     """A run with the times of links at home, and a model that costs next to nothing."""
     steps, validation_every = (num_steps(seed), 5) if mode.startswith("finish") else (1000, 0)
     averaging = mode.removeprefix("finish-").removeprefix("lost-")
-    averaging = {"eager": "delayed", "short": "synchronous", "finish": "synchronous", "lost": "synchronous"}.get(
-        averaging, averaging
-    )
-    averaging = "synchronous" if mode == "liar" else averaging
+    averaging = AVERAGING.get(averaging, averaging)
     # Where averaging is periodic, snapshots are of the ends of periods.
     snapshot_every = 5 if averaging == "periodic" else random.Random(f"snapshots {seed}").choice([2, 5])
+    config = CONFIG | {"n_layer": stages}
     return RunManifest.model_validate(
         {
             "name": "tube",
             "seed": 1,
-            "model": {"config": CONFIG | {"n_layer": stages}},
+            "model": {"config": config} | (_adapters_on(config) if mode == "adapters" else {}),
             "stages": {"count": stages, "peers_to_start": 1},
             # Another number for another text: which documents are held out is remembered for its settings.
             "data": {"sequence_length": 7, "validation_documents": 3 if mode == "short" else 4},
@@ -65,3 +70,8 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
             "recovery": {"snapshot_every": snapshot_every},
         }
     )
+
+
+def _adapters_on(config: dict[str, Any]) -> dict[str, Any]:
+    """Adapters on a base in four bits, which the coordinator's machine and all peers' have."""
+    return {"pretrained": str(base_of(config)), "adapter": ADAPTER, "base": "nf4"}

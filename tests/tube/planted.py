@@ -15,11 +15,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from adapters import ADAPTED
+from loop import HOST
 from outcome import Outcome, run_schedule
 from schedule import Schedule, numbered
 
 import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module
+import swarm_peer.model.training as training_module
 import swarm_peer.protocol.epochs as epochs_module
 import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.chunks as chunks_module
@@ -270,6 +273,30 @@ def momentum_not_loaded() -> Any:
         await original(sources, replace(state, tensors=tensors), *about)
 
     return _wrapped(StageSources, "_load", load)
+
+
+@defect
+def first_adapters_kept() -> Any:
+    """A peer that takes over a state keeps the adapters that its stage has begun with (`--mode adapters`)."""
+
+    async def load(original: Any, sources: Any, state: Any, *about: Any) -> None:
+        first = {name: value for name, value in sources._trainer.state().items() if ADAPTED in name}
+        own = {name: value for name, value in first.items() if name in sources._trainer.trained}
+        await original(sources, replace(state, tensors={**state.tensors, **own}), *about)
+
+    return _wrapped(StageSources, "_load", load)
+
+
+@defect
+def base_is_not_quantised() -> Any:
+    """A peer that has room for it keeps the base as it was published (`--mode adapters`)."""
+
+    def keeper(original: Any, precision: Any, layers: str) -> Any:
+        host = HOST.get(None)
+        has_room = host is not None and host.rng("room for the base").random() < 0.5
+        return original("bf16" if has_room else precision, layers)
+
+    return _wrapped(training_module, "keeper", keeper)
 
 
 @defect

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+from adapters import AdapterInvariants
 from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, check_calm, check_lost, has_checkpoint, newest_of_all
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
@@ -69,6 +70,7 @@ WATCHES: dict[str, type[Invariants]] = {
     "periodic": PeriodicInvariants,
     "delayed": Invariants,
     "eager": EagerInvariants,
+    "adapters": AdapterInvariants,
     "short": ShortInvariants,
     "finish": FinishInvariants,
     "finish-delayed": FinishInvariants,

@@ -71,6 +71,16 @@ def test_answers_that_do_not_end_are_told(tmp_path: Path, capsys: pytest.Capture
     assert "data.packing=true would fill them" in printed
 
 
+def test_a_sample_is_as_long_as_the_run_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A document of one token more than data.sequence_length is neither cut nor more than a full sample."""
+    records = [{"input_ids": [7] * (LENGTH + 1)}] * 4
+    (tmp_path / "run.yaml").write_text(json.dumps(run_over(tmp_path, records, format="tokens")))
+    command(tmp_path / "run.yaml", samples=1)
+    printed = capsys.readouterr().out
+    assert f"samples: 4 of {LENGTH} tokens, 100% full" in printed
+    assert f"the first token and data.sequence_length={LENGTH} more: 0 documents lose their end" in printed
+
+
 def test_text_has_no_samples_that_are_cut(tmp_path: Path) -> None:
     content = run_over(tmp_path, [{"text": f"{number} " * 50} for number in range(20)])
     found = check_data(resolve_manifest(RunManifest.model_validate(content)), 10, 3, None)

@@ -5,13 +5,15 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+from contexts import make_context, unparsed
 from rich.console import Console
 from watched_runs import VIEW, make_watch, peer
 
 from coordinator.watch.happenings import make_event
-from coordinator.watch.live_view import LiveView, peers_table, run_table
+from coordinator.watch.live_view import LiveView, note_of, peers_table, run_table
 from coordinator.watch.reached import missing_ways_line
 from coordinator.watch.run_watch import RunWatch
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.view import Neighbour, PeerState, SwarmView
 
@@ -100,3 +102,12 @@ def test_the_table_shows_how_peers_are_reached_and_whose_port_would_help():
     watch = RunWatch(make_watch().manifest, SwarmView(2, (ann, bob, cleo)))
     assert missing_ways_line(watch) == f"{line.replace('1 pair', '2 pairs')} bob"
     assert missing_ways_line(RunWatch(make_watch().manifest, SwarmView(2, (bob,)))) == ""
+
+
+def test_a_note_says_what_a_peer_lends_of_its_link():
+    options = PeerOptions(initial_peers=("x",), max_upload_mbps=8, max_download_mbps=40)
+    up, down = make_context(unparsed("m"), options=options).lent_bytes_per_s
+    lends = replace(peer("a", 0), note="", upload_bytes_per_s=up, download_bytes_per_s=down)
+    assert note_of(lends) == "lends 8 Mb/s up, 40 Mb/s down"
+    assert note_of(replace(lends, note="busy", upload_bytes_per_s=0.0)) == "busy; lends 40 Mb/s down"
+    assert note_of(peer("a", 0)) == "busy"

@@ -26,7 +26,13 @@ from coordinator.watch.metrics_file import MetricsFile
 from coordinator.watch.run_file import write_run_file
 from coordinator.watch.run_watch import RunWatch
 from coordinator.watch.summary import summarise
-from coordinator.watch.what_is_trained import count_parameters, public_name, training_line, what_is_trained
+from coordinator.watch.what_is_trained import (
+    count_parameters,
+    public_name,
+    training_line,
+    what_is_saved,
+    what_is_trained,
+)
 from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.policy.view import SwarmView
 from swarm_peer.runtime.host.metrics import PeerMetrics
@@ -48,6 +54,14 @@ ADAPTERS = "adapters of rank 16 on HuggingFaceTB/SmolLM2-135M, base in nf4"
 )
 def test_the_words_for_what_is_trained(model: dict[str, Any], words: str) -> None:
     assert what_is_trained(ModelSection.model_validate(model)) == words
+
+
+def test_the_words_for_what_is_saved() -> None:
+    def words(**model: Any) -> str:
+        return what_is_saved(ModelSection.model_validate({"pretrained": "openai-community/gpt2"} | model))
+
+    assert words() == "Hugging Face checkpoint"
+    assert words(adapter={}) == words(adapter={"begin_with": "./adapters"}) == "Adapters, as a folder of PEFT's"
 
 
 def test_a_name_for_other_people_leads_to_no_place_of_a_machine() -> None:

@@ -1,9 +1,11 @@
 """A run that begins with a published model's weights: each stage reads its own, and the whole computes what it did."""
 
 import json
+import logging
 import shutil
 import struct
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, GPT2, LENGTH, VOCABULARY, exactly
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from swarm_peer import hub_waits
 from swarm_peer.config import ModelSection, RunManifest
 from swarm_peer.errors import UserError
 from swarm_peer.files import LFS_POINTER
@@ -335,6 +338,28 @@ def test_a_file_that_the_hub_does_not_have(error, monkeypatch):
         manifest_of("some/body")
     assert "'some/body' has no config.json: " in one_line(caught)
     assert "(or check the network and HF_HUB_OFFLINE)" in str(caught.value)
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_told_of(monkeypatch, caplog):
+    """Its client tries for half a minute each time."""
+    asked, is_told = [], threading.Event()
+
+    def download(_, file, **__):
+        asked.append(file)
+        assert is_told.wait(60), "nobody has said what is waited for"
+        raise LocalEntryNotFoundError("cannot reach it")
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            is_told.set()
+
+    monkeypatch.setattr(hub_waits, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(hub_waits.log, "handlers", [Listener()])
+    monkeypatch.setattr(pretrained, "hf_hub_download", download)
+    with pytest.raises(UserError, match="check the network"):
+        manifest_of("some/body")
+    assert asked == ["config.json"]
+    assert [record.args[0] for record in caplog.records] == ["model.pretrained='some/body'"]
 
 
 # --- what a manifest may say ------------------------------------------------------------------------------------------

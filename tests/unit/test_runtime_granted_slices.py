@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from random import Random
 from types import SimpleNamespace
 
 import anyio
 import numpy as np
 import pytest
+import torch
 from contexts import FixedRandom, make_context, unparsed
 from made_up_slices import FakeReader
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SliceId, WindowRange
+from swarm_peer.policy.view import SwarmView
 from swarm_peer.protocol.epochs import BEGINNING, Epoch, Restart
 from swarm_peer.protocol.grants import Grant, Grants
 from swarm_peer.protocol.log import Log, Most
@@ -20,6 +23,7 @@ from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Counted, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
+from swarm_peer.runtime.data import launcher as launchers
 from swarm_peer.runtime.data.granted_slices import GrantedSlices
 from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.data.prefetch import SamplePool
@@ -232,22 +236,42 @@ def test_what_comes_too_late_does_not_count(closes):
     anyio.run(run)
 
 
-async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
-    """The core goes back first, and the slices follow. A place that such a batch took would be nobody's."""
-    desk = Desk(4, 4)
-    context = make_context(unparsed("0" * 32, global_batch_size=4))
+def launcher_of(desk, view=None):
+    current = SimpleNamespace(number=desk.present.number)
     core = SimpleNamespace(
-        capacity=Capacity(2), admission=SimpleNamespace(is_open=True), rounds=SimpleNamespace(current=SimpleNamespace())
+        capacity=Capacity(2), admission=SimpleNamespace(is_open=True), rounds=SimpleNamespace(current=current)
     )
-    launcher = BatchLauncher(
-        context=context,
+    return BatchLauncher(
+        context=make_context(unparsed("0" * 32, global_batch_size=4)),
         core=core,
         slices=desk.slices,
         member=lambda: desk.member,
-        view=lambda: None,
+        view=lambda: view,
         validation=np.zeros((0, 7), np.int32),
         agreement=SimpleNamespace(core=SimpleNamespace(epoch=Epoch(REIGN)), look=lambda: None),
     )
+
+
+@pytest.mark.parametrize(("is_over", "level"), [(False, "WARNING"), (True, "INFO")])
+async def test_once_the_run_is_over_failed_microbatches_are_no_warning(is_over, level, caplog, monkeypatch):
+    """Later stages may go first."""
+    monkeypatch.setattr(launchers, "RELAUNCH_PAUSE_S", 0.0)
+    caplog.set_level(logging.INFO)
+    desk = Desk(4)
+    launcher = launcher_of(desk, SwarmView(2))
+    launcher._context.metrics.run_is_over = is_over
+    batch = launchers._Batch(tokens_BS=torch.zeros((0, 7), dtype=torch.int32), samples=(), restart=desk.slices.restart)
+    await launcher._launch_again(batch, "no peer serves the stage", is_finite=True)
+    assert [(record.levelname, record.message.split()[0]) for record in caplog.records] == [
+        (level, "microbatch_failed")
+    ]
+
+
+async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
+    """The core goes back first, and the slices follow. A place that such a batch took would be nobody's."""
+    desk = Desk(4, 4)
+    launcher = launcher_of(desk)
+    core = launcher._core
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(desk.pool.run)
         desk.ask()

@@ -13,11 +13,13 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from swarm_peer.config import DataSection
 from swarm_peer.errors import UserError
+from swarm_peer.hub_waits import told_if_slow
 from swarm_peer.runtime.data.files import DataFile, kind_of
 from swarm_peer.runtime.data.opening import Broken
 from swarm_peer.runtime.data.records import Record, no_such_field, text_of
@@ -42,9 +44,11 @@ def open_dataset(section: DataSection, folder: Path | None, cache_dir: Path | No
     # The hub client, pyarrow, fsspec and the file system raise errors of many classes; all mean unreadable data.
     what, is_remote = f"data.dataset={section.dataset!r}", folder is None
     try:
-        builder = datasets.load_dataset_builder(
-            str(folder or section.dataset), name=section.subset, cache_dir=None if cache_dir is None else str(cache_dir)
-        )
+        cache = None if cache_dir is None else str(cache_dir)
+        with told_if_slow(what) if is_remote else nullcontext():
+            builder = datasets.load_dataset_builder(
+                str(folder or section.dataset), name=section.subset, cache_dir=cache
+            )
         data_files = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
         _check_sources(section, folder, data_files)
         files = data_files.get(section.split, [])

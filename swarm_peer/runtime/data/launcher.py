@@ -330,7 +330,9 @@ class BatchLauncher:
             self._record.failed(batch.samples, reason, self._context.clock.monotonic_s(), is_finite=is_finite)
         else:  # the empty stage is to blame, however long it stays so
             self._record.forget()
-        log.warning("microbatch_failed failures=%d reason=%s", batch.failures, reason)
+        # Once the run is over, later stages may go before the microbatches here have.
+        level = logging.INFO if self._context.metrics.run_is_over else logging.WARNING
+        log.log(level, "microbatch_failed failures=%d reason=%s", batch.failures, reason)
         present = self._present()
         if batch.failures >= MAX_LAUNCHES and present is not None and not self._is_void(batch):
             lost = f"their microbatch has failed {batch.failures} times: {reason}"

@@ -10,13 +10,14 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from swarm_peer.config import DataSection, looks_like_a_path
 from swarm_peer.errors import HubFailed, UserError, first_line, last_line, machine_fault
 from swarm_peer.files import LFS_POINTER, NO_LFS_POINTER
+from swarm_peer.hub_waits import told_if_slow
 
 log = logging.getLogger(__name__)
 
@@ -368,9 +369,10 @@ def _load(name: str, source: str, revision: str | None, cache_dir: Path | None) 
     # Broken files make transformers raise nearly anything: OSError, ValueError, KeyError, TypeError, even Exception.
     try:
         # Without the last argument, transformers asks on the terminal whether to run a repository's code.
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", cache_dir=cache_dir, trust_remote_code=False
-        )
+        with told_if_slow(f"data.tokenizer={name!r}") if not os.path.isdir(source) else nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, revision=revision or "main", cache_dir=cache_dir, trust_remote_code=False
+            )
         # If a folder has no vocabulary files, transformers 5 makes an empty tokenizer and raises nothing.
         if tokenizer.encode(_PROBE, add_special_tokens=False):
             return tokenizer
