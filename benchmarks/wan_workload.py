@@ -103,6 +103,7 @@ class Workload:
                 "mode": self.averaging_mode,
                 "inner_steps": INNER_STEPS,
                 "compression": self.averaging,
+                "dense_share": 0.0,  # nothing is learnt here, and the first steps are those that are measured
                 # An averaging round takes minutes on the slowest of these links, and a part of it long, too.
                 "round_timeout_s": 3600,
                 "chunk_timeout_s": 300,

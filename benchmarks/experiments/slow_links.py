@@ -20,7 +20,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,6 +34,7 @@ from wan_workload import INNER_STEPS, Workload
 
 from coordinator.planning.gpus import find_gpu
 from coordinator.planning.stage_work import stage_works
+from swarm_peer.codecs import CODECS
 from swarm_peer.config import RunManifest
 
 NUM_STAGES, NUM_PEERS, NUM_MICROBATCHES = 4, 2, 256
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", type=Arm.parse, default=[Arm.parse(arm) for arm in ARMS])
     parser.add_argument("--rounds", type=int, default=3, help="that are counted")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--averaging", default=CODEC, choices=CODECS, help="over links whose bandwidth stays the same")
     parser.add_argument("--hop-values", type=int, default=65536, help="numbers that go from stage to stage")
     options = parser.parse_args()
     adopt_orphans()
@@ -192,6 +194,7 @@ def main() -> None:
     failed: list[str] = []
     for name in options.shapes:
         workload, bytes_per_s = emulated(SHAPES[name](), options.hop_values)
+        workload = replace(workload, averaging=options.averaging)
         costs = costs_of(workload, bytes_per_s)
         print(f"{name}: {workload} {costs}", flush=True)
         folder = options.folder / name
