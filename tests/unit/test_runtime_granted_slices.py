@@ -252,7 +252,7 @@ def launcher_of(desk, view=None):
     )
 
 
-@pytest.mark.parametrize(("is_over", "level"), [(False, "WARNING"), (True, "INFO")])
+@pytest.mark.parametrize(("is_over", "level"), [(False, logging.WARNING), (True, logging.INFO)])
 async def test_once_the_run_is_over_failed_microbatches_are_no_warning(is_over, level, caplog, monkeypatch):
     """Later stages may go first."""
     monkeypatch.setattr(launchers, "RELAUNCH_PAUSE_S", 0.0)
@@ -262,9 +262,7 @@ async def test_once_the_run_is_over_failed_microbatches_are_no_warning(is_over, 
     launcher._context.metrics.run_is_over = is_over
     batch = launchers._Batch(tokens_BS=torch.zeros((0, 7), dtype=torch.int32), samples=(), restart=desk.slices.restart)
     await launcher._launch_again(batch, "no peer serves the stage", is_finite=True)
-    assert [(record.levelname, record.message.split()[0]) for record in caplog.records] == [
-        (level, "microbatch_failed")
-    ]
+    assert [(record.levelno, record.message.split()[0]) for record in caplog.records] == [(level, "microbatch_failed")]
 
 
 async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
