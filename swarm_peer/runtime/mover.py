@@ -13,7 +13,7 @@ from functools import partial
 import anyio
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import CallError, HubFailed, PeerUnreachable, SwarmError, UserError, first_line
+from swarm_peer.errors import CallError, HubFailed, SwarmError, UserError, first_line
 from swarm_peer.model.costs import forward_flops
 from swarm_peer.model.traffic import stage_traffic
 from swarm_peer.policy.placement.rebalancing import choose_stage
@@ -109,12 +109,12 @@ class Mover:
         context, lifecycle, ways = self._context, self._lifecycle, self._parts.ways
         while True:
             await anyio.sleep(context.resolved.manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
-            lacks = await ways.lacks(replica.stage)
+            await ways.lacks(replica.stage)
             serves = lifecycle.state is PeerState.SERVING and self.moving_to == UNDECIDED
             if serves and (because := ways.gives_way(replica.stage)) and await self._may_leave(replica):
                 log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
                 lifecycle.move(await self._better_stage(replica.stage))
-            elif lifecycle.state is PeerState.JOINING and lacks & ways.without:
+            elif lifecycle.state is PeerState.JOINING and ways.lacks_for_long(replica.stage):
                 stage = await self._better_stage(replica.stage)
                 if stage is not None:
                     lifecycle.move(stage)
@@ -129,6 +129,13 @@ class Mover:
         costs, traffic = forward_flops(context.resolved), stage_traffic(context.resolved)
         choice = choose_stage(view, costs, me, context.clock.monotonic_s(), traffic)
         if choice.lacks or choice.stage == stage:
+            return None
+        try:
+            manifest = await self._parts.base.manifest()
+            check = partial(self._check, choice.stage, manifest)
+            await self._context.threads.run(check, abandon_on_cancel=True)
+        except (CallError, UserError) as error:
+            log.info("stage_not_taken stage=%d reason=%s", choice.stage, error)
             return None
         log.info("stage_decided stage=%d reason=%s", choice.stage, choice.reason)
         return choice.stage
@@ -150,6 +157,9 @@ class Mover:
         Returns:
             whether it moves
         """
+        if words := await self._parts.ways.explain(stage):
+            log.info("move_waits stage=%d reason=%s", stage, words)
+            return False
         try:
             manifest = await self._parts.base.manifest()
             check = partial(self._check, stage, manifest)
@@ -195,12 +205,10 @@ class Mover:
             None if the present replica has to close first, for a reason that is logged
 
         Raises:
-            CallError: no peer of the stage gave its state, or this one does not reach somebody that it needs there
+            CallError: no peer of the stage gave its state
             UserError: this machine cannot read the stage's data
         """
         resolved, max_memory = self._context.resolved, self._context.options.max_memory
-        if words := await self._parts.ways.explain(stage):
-            raise PeerUnreachable(words)
         self._parts.agreement.core.forget_prepared(stage)  # of a move that came to nothing: its replica is gone
         view = await self._directory.refresh_surely([stage])
         room = await self._context.threads.run(

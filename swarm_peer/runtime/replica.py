@@ -208,7 +208,7 @@ class Replica:
         agreement = self._peer.agreement
         with self._placing:
             while True:
-                lacks = partial(self._peer.ways.explain, self.stage)
+                lacks = partial(self._peer.ways.missing_in_words, self.stage)
                 await join(agreement, self.stage, self.parts.sources, explain, lacks)
                 member = agreement.core.members[self.stage]
                 self.parts.reports.begin(member.log.optimizer_step)

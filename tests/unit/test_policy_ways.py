@@ -144,12 +144,16 @@ def test_nobody_moves_to_a_mate_that_it_does_not_reach_nor_from_one_who_needs_it
     (move,) = rebalance(view(peer("a", 0, "x"), *rich[1:], poor), PARAMS, 0.0).moves
     assert move.peer_id == "b", "by its own word"
     (move,) = rebalance(view(*rich, replace(poor, unreached=("a", "b"))), PARAMS, 0.0).moves
-    assert move.peer_id == "c", "by the other's"
+    assert move.peer_id == "a", "the other one alone is not believed, and a mover tries for itself"
     assert not rebalance(view(*(replace(each, unreached=("x",)) for each in rich), poor), PARAMS, 0.0).moves
     # Of stage 0, y reaches a alone.
     poor_pair = peer("y", 1), peer("z", 1)
     assert [move.peer_id for move in rebalance(view(*rich, *poor_pair), PARAMS, 0.0).moves] == ["a"]
-    assert not rebalance(view(rich[0], *(peer(name, 0, "y") for name in "bcd"), *poor_pair), PARAMS, 0.0).moves
+    unlike = [rich[0], *(peer(name, 0, "y") for name in "bcd")]
+    assert [move.peer_id for move in rebalance(view(*unlike, *poor_pair), PARAMS, 0.0).moves] == ["a"]
+    assert not rebalance(
+        view(*unlike, replace(peer("y", 1), unreached=("b", "c", "d")), peer("z", 1)), PARAMS, 0.0
+    ).moves
 
 
 def test_a_mover_that_waits_for_a_way_where_it_has_come_counts_for_nothing() -> None:

@@ -57,7 +57,7 @@ async def test_a_newcomer_wishes_for_no_place_as_long_as_it_lacks_a_way(monkeypa
     missing = ["no way to mate", "no way to mate", ""]
     desired = []
 
-    async def lacks():
+    def lacks():
         desired.append(membership.desired)
         if len(missing) == 1:
             membership.stages = frozenset({1})

@@ -11,7 +11,7 @@ from contexts import MovedClock, make_context
 from tiny_models import LENGTH, LLAMA
 
 from swarm_peer.config import RunManifest
-from swarm_peer.errors import PeerUnreachable
+from swarm_peer.errors import PeerUnreachable, UserError
 from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime import mover as movers
@@ -176,15 +176,29 @@ async def test_a_place_is_given_up_after_a_while_and_by_the_later_one() -> None:
 class Stay:
     """A mover whose peer stands in a stage."""
 
-    def __init__(self, swarm: Swarm, state: PeerState, *, stage: str = "auto"):
+    def __init__(self, swarm: Swarm, state: PeerState, *, stage: str = "auto", refuses: bool = False):
+        self.refuses = refuses
         self.lifecycle = Lifecycle(swarm.clock)
         self.lifecycle.enter(state)
         options = OPTIONS.model_copy(update={"stage": stage})
         parts = SimpleNamespace(
-            context=replace(swarm.context, options=options), directory=swarm, ways=swarm.ways, device=None
+            context=replace(swarm.context, options=options),
+            directory=swarm,
+            ways=swarm.ways,
+            device=None,
+            base=SimpleNamespace(manifest=self.manifest),
         )
         self.mover = Mover(parts=parts, lifecycle=self.lifecycle, counted=None)
+        self.mover._check = self.check  # type: ignore[method-assign]
         self.replica = SimpleNamespace(stage=0, stage_mates=lambda: ["bob"])
+
+    async def manifest(self) -> None:
+        """Whichever."""
+
+    def check(self, stage: int, manifest: None) -> None:
+        """Refuse what this machine cannot serve."""
+        if self.refuses:
+            raise UserError("there is no memory for it")
 
     async def ends(self, within_s: float = 5.0) -> bool:
         """Whether the peer leaves its stage."""
@@ -210,12 +224,18 @@ async def test_one_that_gives_way_goes_where_it_lacks_nobody_or_joins_anew(stage
     assert not stay.lifecycle.has_ended
 
 
-async def test_one_that_waits_goes_where_it_lacks_nobody() -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_one_that_waits_goes_where_it_lacks_nobody_if_it_can_serve_there(refuses: bool) -> None:
     swarm = Swarm([["ann", "bob"], ["cleo"]], {"bob", "cleo"})
     await swarm.ways.lacks(0)
-    stay = Stay(swarm, PeerState.JOINING)
+    stay = Stay(swarm, PeerState.JOINING, refuses=refuses)
     swarm.announce_anew()
-    assert await stay.ends()
+    assert not await stay.ends(0.2), "a way may be found yet"
+    assert swarm.clock.now is not None
+    swarm.clock.now += PATIENCE * MANIFEST.limits.announcement_s
+    assert await stay.ends(0.5 if refuses else 5.0) is not refuses
+    if refuses:
+        return
     assert stay.lifecycle.next_stage == 1
     assert stay.mover.unreached == ("ann",)
 
@@ -261,8 +281,9 @@ async def test_some_are_tried_at_a_time_and_no_more_than_some_announced() -> Non
     assert len(Stay(swarm, PeerState.JOINING).mover.unreached) == MAX_UNREACHED
 
 
-async def test_nobody_moves_where_it_lacks_somebody() -> None:
+async def test_nobody_moves_where_it_lacks_somebody(caplog: pytest.LogCaptureFixture) -> None:
     swarm = Swarm([["me", "bob"], ["cleo"]], {"bob"})
     stay = Stay(swarm, PeerState.SERVING)
-    with pytest.raises(PeerUnreachable, match="no way to …cleo; what would help most"):
-        await stay.mover._prepare(stay.replica, 1)  # type: ignore[arg-type]
+    caplog.set_level("INFO")
+    assert not await stay.mover._move(stay.replica, 1)  # type: ignore[arg-type]
+    assert "move_waits stage=1 reason=no way to …cleo; what would help most" in caplog.text

@@ -26,7 +26,7 @@ from swarm_peer.policy.placement.capacity import (
     speed_in,
     work_per_s,
 )
-from swarm_peer.policy.placement.ways import cut_off, lacked, missing_ways
+from swarm_peer.policy.placement.ways import agreed_ways, cut_off, lacked
 from swarm_peer.policy.view import UNDECIDED, PeerState, PeerView, SwarmView
 
 # With more peers than this, single moves balance the stages well enough, and there are too many swaps to try.
@@ -161,7 +161,9 @@ class MoveSearch:
         for number, peer in enumerate(self.movers):
             work = speeds[peer.peer_id]
             self._speeds[number] = [speed_in(peer, k, work, costs, params.traffic) for k in range(num_stages)]
-        self._ways = missing_ways(view.peers)
+        # A mover is believed in what it says of its own ways, and nobody alone in what concerns others.
+        self._unreached = [set(peer.unreached) for peer in self.movers]
+        self._ways = agreed_ways(view.peers)
         self._placed = [{peer.peer_id for peer in view.in_stage(stage)} for stage in range(num_stages)]
         self._num_cut_off = cut_off(self._placed, self._ways)
         self.rest = self.schedule(())
@@ -241,14 +243,14 @@ class MoveSearch:
 
     def _keeps_ways(self, pairs: Pairs) -> bool:
         """Whether after some moves no mover lacks a way to somebody that it needs, and no more others than now do."""
-        if not self._ways:
+        if not self._ways and not any(self._unreached):
             return True
         placed = list(self._placed)
         for number, to_stage in pairs:
             peer = self.movers[number]
             placed[peer.stage] = placed[peer.stage] - {peer.peer_id}
             placed[to_stage] = placed[to_stage] | {peer.peer_id}
-        moved = ((to_stage, self._ways.get(self.movers[number].peer_id, set())) for number, to_stage in pairs)
+        moved = ((to_stage, self._unreached[number]) for number, to_stage in pairs)
         lacks = any(lacked(to_stage, placed, without_way) for to_stage, without_way in moved)
         return not lacks and cut_off(placed, self._ways) <= self._num_cut_off
 

@@ -44,6 +44,13 @@ def missing_ways(peers: Iterable[PeerView]) -> dict[str, set[str]]:
     return missing
 
 
+def agreed_ways(peers: Iterable[PeerView]) -> dict[str, set[str]]:
+    """By peer, those to whom it has no way by its own word and by theirs: what one of them says alone may be a lie."""
+    own = {peer.peer_id: set(peer.unreached) for peer in peers}
+    agreed = {name: {each for each in others if name in own.get(each, ())} for name, others in own.items()}
+    return {name: others for name, others in agreed.items() if others}
+
+
 def lacking(view: SwarmView) -> frozenset[str]:
     """The peers that join or serve a stage and lack somebody there, by their own word: nothing comes of them now."""
     told = [peer for peer in view.peers if peer.unreached and peer.stage != UNDECIDED]

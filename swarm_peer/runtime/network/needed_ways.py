@@ -109,22 +109,37 @@ class NeededWays:
         }
         return lacked(stage, rosters, failed | (mates - connected))
 
+    @property
+    def _without_for_long(self) -> set[str]:
+        since_s = self._clock.monotonic_s() - self._patience_s
+        return {peer_id for peer_id in self.without if self._in_vain[peer_id][1] <= since_s}
+
+    def lacks_for_long(self, stage: int) -> frozenset[str]:
+        """Those that this peer needs in a stage, and has not reached for PATIENCE lifetimes of an announcement."""
+        return lacked(stage, self._rosters(), self._without_for_long)
+
     def gives_way(self, stage: int) -> frozenset[str]:
         """The peers because of whom this one gives up its place in a stage; none if it stays."""
         rosters = self._rosters()
         if self._me not in rosters[stage]:
             return frozenset()
         told = {peer.peer_id: set(peer.unreached) for peer in self._view.peers}
-        since_s = self._clock.monotonic_s() - self._patience_s
-        told[self._me] = {peer_id for peer_id in self.without if self._in_vain[peer_id][1] <= since_s}
+        told[self._me] = self._without_for_long
         return gives_way(self._me, stage, rosters, told)
 
     async def explain(self, stage: int) -> str:
         """Try the ways that this peer needs in a stage; says which are missing, and what would help; empty if none."""
         lacks = await self.lacks(stage)
-        if lacks and lacks.isdisjoint(self._in_vain):
-            return "it tries the ways to its stage-mates"
-        return self.in_words(lacks.intersection(self._in_vain)) if lacks else ""
+        for _ in range(len(lacks) // MOST_TRIED):
+            lacks = await self.lacks(stage)
+        return self.in_words(lacks) if lacks else ""
+
+    def missing_in_words(self, stage: int) -> str:
+        """Which ways that this peer needs in a stage were tried in vain, and what would help; empty if none.
+
+        Ways that it has not tried yet are not missing, and neither is one to a mate that has just died.
+        """
+        return self.in_words(lacks) if (lacks := lacked(stage, self._rosters(), self.without)) else ""
 
     def in_words(self, lacks: Collection[str]) -> str:
         """Name the peers that this one does not reach, and those whose open port would help most."""

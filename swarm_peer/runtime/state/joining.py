@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 import anyio
@@ -24,16 +24,12 @@ PREPARING_S = 60.0
 LOST = "it has lost all its peers, and the run waits for snapshots of all stages, or for a coordinator's checkpoint"
 
 
-async def _nothing() -> str:
-    return ""
-
-
 async def join(
     agreement: Agreement,
     stage: int,
     sources: StageSources,
     explain: Callable[[str], None] = lambda why: None,
-    lacks: Callable[[], Awaitable[str]] = _nothing,
+    lacks: Callable[[], str] = lambda: "",
 ) -> None:
     """Take over the state of a stage, if it has seats, and wait until this peer has a place in it.
 
@@ -45,7 +41,7 @@ async def join(
     core, waits_for_run, waits_for_way = agreement.core, False, ""
     while stage not in core.membership.stages:
         epoch = core.epoch
-        if words := await lacks():
+        if words := lacks():
             core.membership.desired -= {stage}
             explain(f"waits to join stage {stage}: {words}")
             if words != waits_for_way:
@@ -69,6 +65,7 @@ async def join(
         agreement.look()
         with anyio.move_on_after(PAUSE_S):
             await agreement.changed.wait_for(partial(_has_changed, core, epoch))
+    core.membership.desired |= {stage}  # the place may have come while the wish for it was taken back
 
 
 def _has_changed(core: Core, epoch: Epoch) -> bool:
