@@ -27,7 +27,7 @@ class Box:
         self.forwarder = Forwarder(tuns, LinkOptions(**links), random.Random(0))
 
     def send(self, sender, receiver, now, content=b"", size=SIZE):
-        header = b"\x45" + bytes(15) + bytes([10, 77, 0, receiver + 1])
+        header = b"\x45" + bytes(15) + bytes([11, 77, 0, receiver + 1])
         self.machines[sender].send(header + content.ljust(size - len(header), b"."))
         self.forwarder.read(sender, now)
 

@@ -1,6 +1,5 @@
 """The reference process, and the one of the experiment about codecs, whose members average."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -8,22 +7,15 @@ import pytest
 import torch
 from swarm import tiny_manifest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
+
+import members
+
 from coordinator.run.baseline import Baseline, end_round
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.wire.codecs import decode, encode
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "experiments" / "loss.py"
 IDS = [bytes([number] * 16) for number in range(4)]
-
-
-@pytest.fixture(scope="module")
-def loss():
-    spec = importlib.util.spec_from_file_location("loss", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["loss"] = module  # dataclasses look for it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["loss"]
 
 
 def resolved(codec="none"):
@@ -83,20 +75,11 @@ def test_activations_are_rounded_in_evaluation_too():
 
 @pytest.mark.parametrize(("codec", "error"), [("none", 1e-4), ("blockwise_8bit", 0.02), ("int4_hadamard", 0.2)])
 @pytest.mark.parametrize("num_members", [2, 3])
-def test_members_average_what_one_process_accumulates(loss, codec, error, num_members):
-    alone, averaged = Baseline(resolved()), loss.AveragedBaseline(resolved(), num_members, codec)
+def test_members_average_what_one_process_accumulates(codec, error, num_members):
+    alone, averaged = Baseline(resolved()), members.AveragedBaseline(resolved(), num_members, codec)
     before = weights(alone)
     expected = weights_after_a_step(alone) - before
     update = weights_after_a_step(averaged) - before
     difference = float((update - expected).norm() / expected.norm())
     assert difference < error
     assert (difference > 1e-4) == (codec != "none"), "the codec is used"
-
-
-def test_a_verdict_needs_an_interval_on_one_side(loss):
-    close = loss.judge([0.001, 0.0012, 0.0011, 0.001, 0.0012])
-    assert close.mean == pytest.approx(0.0011)
-    # Student's t of 4 degrees, 2.776, times 0.0001 / sqrt(5).
-    assert close.high - close.mean == pytest.approx(2.776 * 1e-4 / 5**0.5, rel=1e-3)
-    assert [close.of(target) for target in (None, 0.003, 0.0011, 0.0005)] == ["", "within", "undecided", "beyond"]
-    assert loss.judge([0.001]).of(0.5) == loss.judge([0.001] * 4).of(0.5) == "undecided"
