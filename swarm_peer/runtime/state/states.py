@@ -143,9 +143,7 @@ class StageSources:
             CallError: nobody gives one that an entry names
         """
         turn = self._begin_turn()
-        self._mates.ask_for_log()
-        with anyio.move_on_after(ASK_S):
-            await self._context.changed.wait_for(lambda: self._mates.newest_log() is not None)
+        await self._wait_for_log(lambda: self._mates.newest_log() is not None, LOG_S)
         self._check_turn(turn)
         if (known := self._mates.newest_log()) is not None and known.is_empty:
             # No entry names a root yet. The weights that the run has begun with need none.
