@@ -186,10 +186,10 @@ def test_two_at_home_train_together_with_one_public_member_beside_them(
         machines.start(name, name, "swarm_peer.cli", *peer_options(invite, stage))
     counts_within(output, 90)
     found = [way for name in names for way in re.findall("way_found .* way=([a-z]+)", processes.log(name))]
-    # A full cone may be dialled with nobody's help.
-    assert way in found or (not found and "full" in kinds)
-    if kinds == ("no_udp", "no_udp"):
-        wait_for(lambda: any("direct, from both ends" in processes.log(name) for name in names), "a direct way", 60)
+    # A full cone may be dialled with nobody's help. Where both dial at once, the connection may be carried at first.
+    assert way in found or (not found and "full" in kinds) or (way == "direct" and found)
+    if found and "direct" not in found and "symmetric" not in kinds:
+        wait_for(lambda: any("to=direct" in processes.log(name) for name in names), "a direct way", 60)
         steps = (output / "metrics.jsonl").read_text().count("\n")
         wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 10, "steps by it", 60)
 
@@ -209,9 +209,11 @@ def test_a_peer_without_a_way_waits_and_says_whose_port_would_help(
     machines.start("bob", "bob", "swarm_peer.cli", *peer_options(invite, "auto", "--name", "bob", *nothing))
     words = r"waiting stage=\d reason=no way to ann; what would help most: forward port \d+ on the router of "
     wait_for(lambda: re.search(words, processes.log("bob")), "whose port would help", 90)
+    # It may have had a place before it knew.
+    bob = lambda: processes.log("bob")  # noqa: E731
+    wait_for(lambda: bob().count("serving stage") <= bob().count("gives_way stage"), "that it has no place", 60)
     steps = (output / "metrics.jsonl").read_text().count("\n")
     wait_for(lambda: (output / "metrics.jsonl").read_text().count("\n") > steps + 20, "twenty more steps", 60)
-    assert "serving stage" not in processes.log("bob")
     status = ("coordinator.cli", "status", str(output), "--json")
     assert machines.start(PUBLIC, "status", *status).wait(60) == 0
     told = [peer for stage in json.loads(processes.log("status").splitlines()[-1])["stages"] for peer in stage["peers"]]

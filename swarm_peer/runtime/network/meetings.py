@@ -111,7 +111,9 @@ class Meetings:
         self._searches: dict[str, anyio.Event] = {}
         self._failures: Counter[str] = Counter()
         self._not_before_s: dict[str, float] = {}
-        self._improved_s: dict[str, float] = {}
+        # When a node was dialled, or a connection begun from both ends, in the place of a carried one.
+        self._dialled_s: dict[str, float] = {}
+        self._punched_s: dict[str, float] = {}
         self._unread = Places(MOST_UNREAD, MOST_UNREAD_EACH)
         self._met = Places(MOST_MET, MOST_MET_EACH)
         self._relays = Places(MOST_RELAYED, MOST_RELAYED_EACH)
@@ -134,7 +136,7 @@ class Meetings:
 
     def _forget(self) -> None:
         """Forget what was tried in vain with nodes that announce themselves no more."""
-        known: tuple[dict[str, Any], ...] = (self._failures, self._not_before_s, self._improved_s)
+        known: tuple[dict[str, Any], ...] = (self._failures, self._not_before_s, self._dialled_s, self._punched_s)
         for each in known:
             for name in [name for name in each if not self._p2p.announced(name)]:
                 del each[name]
@@ -152,18 +154,19 @@ class Meetings:
         for name, carrier in list(self.carriers.items()):
             if seen_at(connections.get(name, ())):
                 continue  # there is a direct way as well
-            if now_s < self._improved_s.get(name, -math.inf) + BETTER_AGAIN_S:
-                continue
+            # Some routers are open to those alone who told the node that its port is open.
+            is_dialled = bool(self._p2p.can_be_dialled(name))
+            tried_s = self._dialled_s if is_dialled else self._punched_s
+            if now_s < tried_s.get(name, -math.inf) + BETTER_AGAIN_S or not (is_dialled or self._me < name):
+                continue  # of the two that punch, one begins
+            tried_s[name] = now_s
             try:
-                # Some routers are open to those alone who told the node that its port is open.
-                if self._p2p.can_be_dialled(name):
-                    self._improved_s[name] = now_s
+                if is_dialled:
                     log.info("way_changes peer=%s from=through %s to=direct", name, carrier.helper)
                     with on_network(CONNECT_S, errors=(Exception,)):
                         await self._p2p.disconnect(name)
                         await self._p2p.dial(name)
-                elif self._me < name:  # of the two, one begins
-                    self._improved_s[name] = now_s
+                else:
                     await self._punch_by(carrier.helper, name)
             except CallError as error:
                 log.debug("way_not_changed peer=%s reason=%s", name, error)
