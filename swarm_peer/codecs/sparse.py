@@ -24,7 +24,7 @@ from swarm_peer.codecs.base import Codec, is_finite
 
 # Values of which the largest are kept.
 CHUNK_SIZE = 4096
-# So many are kept; a multiple of 4.
+# The encoder keeps so many values of a chunk; a multiple of 4.
 KEPT = 1024
 
 

@@ -177,7 +177,7 @@ class Stay:
     """A mover whose peer stands in a stage."""
 
     def __init__(self, swarm: Swarm, state: PeerState, *, stage: str = "auto", refuses: bool = False):
-        self.refuses = refuses
+        self.refuses, self.num_checked = refuses, 0
         self.lifecycle = Lifecycle(swarm.clock)
         self.lifecycle.enter(state)
         options = OPTIONS.model_copy(update={"stage": stage})
@@ -197,6 +197,7 @@ class Stay:
 
     def check(self, stage: int, manifest: None) -> None:
         """Refuse what this machine cannot serve."""
+        self.num_checked += 1
         if self.refuses:
             raise UserError("there is no memory for it")
 
@@ -234,6 +235,7 @@ async def test_one_that_waits_goes_where_it_lacks_nobody_if_it_can_serve_there(r
     assert swarm.clock.now is not None
     swarm.clock.now += PATIENCE * MANIFEST.limits.announcement_s
     assert await stay.ends(0.5 if refuses else 5.0) is not refuses
+    assert stay.num_checked
     if refuses:
         return
     assert stay.lifecycle.next_stage == 1
@@ -248,6 +250,9 @@ async def test_one_that_waits_stays_where_no_stage_is_better(is_dropped: bool) -
     swarm.announce_anew()
     swarm.dropped = {"ann"} if is_dropped else set()
     assert await swarm.ways.lacks(0) == swarm.ways.without == {"ann"}
+    assert swarm.clock.now is not None
+    swarm.clock.now += PATIENCE * MANIFEST.limits.announcement_s
+    assert swarm.ways.lacks_for_long(0) == {"ann"}
     assert not await Stay(swarm, PeerState.JOINING).ends(within_s=0.3)
 
 

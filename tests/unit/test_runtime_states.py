@@ -191,6 +191,19 @@ async def test_where_lies_are_feared_a_state_waits_for_the_entry_that_names_it(r
     assert all(map(torch.equal, newcomer.weights().values(), donor.weights().values()))
 
 
+async def test_a_newcomer_that_hears_late_that_no_round_has_ended_downloads_nothing(resolved, monkeypatch):
+    monkeypatch.setattr(states, "ASK_S", 0.01)
+    async with donor_and_newcomer(resolved) as (_, newcomer), anyio.create_task_group() as tasks:
+        newcomer.log = None
+        initial = newcomer.weights()
+        tasks.start_soon(newcomer.sources.state)
+        await newcomer.asked.wait_for(lambda: newcomer.num_asked >= 3)
+        newcomer.log = Log(STAGE, BEGINNING)
+        newcomer.context.changed.notify()
+    assert all(map(torch.equal, newcomer.weights().values(), initial.values()))
+    assert not newcomer.sources.bytes_per_s
+
+
 async def test_a_state_of_an_entry_that_is_not_in_the_log_is_refused(resolved, monkeypatch):
     monkeypatch.setattr(states, "LOG_S", 0.05)
     async with donor_and_newcomer(resolved) as (_, newcomer):

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # A peer with a place gives it up once a way has been missing for so many lifetimes of an announcement: a connection may
 # break for a moment.
 PATIENCE = 2
-# So many ways are tried at a time: helpers see to few wishes of a peer at once.
+# A peer tries so many ways at a time: helpers see to few of its wishes at once.
 MOST_TRIED = 8
 # A try in vain is remembered for so long, if this peer does not repeat it.
 REMEMBERED_S = 900.0
