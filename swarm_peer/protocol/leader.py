@@ -277,14 +277,13 @@ class Leader:
     # --- the log
 
     def _sync(self, now_s: float, epoch: Epoch) -> None:
-        """Take the longest log that a member has, and the entry that a quorum has signed already."""
+        """Take the newest log that a member has, and the entry that a quorum has signed already."""
         roster = epoch.roster(self._member.stage)
         self._statuses[self._member.me] = self._member.status()
         if not self._has_heard_enough(now_s, epoch, roster):
             return
         logs = [self._member.log_of(status.committed) for status in self._statuses.values()]
-        longest = max(filter(None, logs), key=lambda log: log.age)
-        self._follow(longest)
+        self._follow(max(filter(None, logs), key=lambda log: log.age))
         self._commit_what_is_signed()
         self.batch.adopt({seat: status.reads for seat, status in self._statuses.items() if seat in roster})
         self.is_synced = True

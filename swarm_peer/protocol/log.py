@@ -390,9 +390,12 @@ class Log:
         return not self._committed
 
     @property
-    def age(self) -> tuple[int, EpochId | None]:
-        """By which the longer log of two is known; of equally long ones that of the later epoch."""
-        return self.next_round, self._committed[-1].entry.cut.epoch if self._committed else None
+    def age(self) -> tuple[tuple[EpochId, ...], int]:
+        """By which the newer of two is known: the one of a later epoch, as its newest entry has it, or else the longer.
+
+        Where the run key has begun an epoch, some may have gone on in the one before until they heard of it.
+        """
+        return tuple(committed.entry.cut.epoch for committed in self._committed[-1:]), self.next_round
 
     def head_before(self, number: int) -> str | None:
         """The head when a round began; None if this log does not reach so far, or keeps no entries of that time."""
@@ -429,11 +432,10 @@ class Log:
             epoch: in which it was agreed
         """
         cut = evidence.entry.cut
-        newest = self._committed[-1].entry.cut.epoch if self._committed else None
         if cut.stage == self.stage or epoch.restart != self.restart or len(cut.base) != num_stages:
             return False
         # A certificate of an epoch that is over by now proves nothing: few tickets may have been there then.
-        if newest is not None and cut.epoch < newest:
+        if (cut.epoch,) < self.age[0]:
             return False
         is_lost = is_lacking(self, cut.base[self.stage], cut.round - lag) or self.is_contradicted(evidence.entry, lag)
         return is_lost and evidence.entry.is_agreed(evidence.agreement, epoch)
@@ -451,11 +453,12 @@ class Log:
             known: a log of the same restart, perhaps of another stage
         """
         head, known_heads = self._before_first, set(known.heads().values())
-        # A certificate of an epoch before that of a known entry of its round, or of an earlier one, proves nothing any
-        # more: few tickets may have been there then.
-        ours = known.committed if known.stage == self.stage else ()
-        epochs = {each.entry.cut.round: each.entry.cut.epoch for each in ours}
-        earliest = max((epoch for number, epoch in epochs.items() if number < self._first_round), default=None)
+        # A certificate of an epoch before that of a known entry proves nothing any more: few tickets may have been
+        # there then. An entry of a later epoch that follows it vouches for it.
+        epochs = [committed.entry.cut.epoch for committed in self._committed]
+        is_older = known.stage == self.stage and self.head not in known_heads and self.age[0] < known.age[0]
+        if is_older or epochs != sorted(epochs):
+            return False
         if self._first_round == self.restart.first_round and head != base_of(self.stage, self.restart):
             return False
         if self._first_round < self.restart.first_round:
@@ -465,13 +468,9 @@ class Log:
             if (cut.stage, cut.round, cut.parent) != (self.stage, number, head):
                 return False
             head = entry.hash
-            earliest = max(filter(None, (earliest, epochs.get(number))), default=None)
             if head in known_heads:
                 continue
             epoch = epoch_of(cut.epoch)
-            if earliest is not None and cut.epoch < earliest:
-                return False
-            earliest = cut.epoch
             if epoch is None or epoch.restart != self.restart or not entry.is_agreed(agreement, epoch):
                 return False
             if close.round != number or not fills(close):

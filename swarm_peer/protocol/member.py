@@ -347,9 +347,7 @@ class Member:
         if theirs.goes_on_from(self.log):
             for committed in theirs.since(self.log.next_round):
                 self._append(committed)
-        elif theirs.goes_on_from(self.log) is None or (
-            theirs.committed and theirs.committed[-1].entry.cut.epoch >= reign
-        ):
+        elif theirs.age > self.log.age:
             if reign == self._newest_reign and theirs.next_round <= self.log.next_round:
                 return
             self._replace_log(theirs)
@@ -367,7 +365,7 @@ class Member:
         return self.is_lost
 
     def take_log(self, log: Log, reign: EpochId) -> None:
-        """As the leader of the stage, take another member's log for the stage's, which is at least as long."""
+        """As the leader of the stage, take another member's log for the stage's, which is no older."""
         if log.goes_on_from(self.log):
             for committed in log.since(self.log.next_round):
                 self._append(committed)
