@@ -325,7 +325,7 @@ class Core:
             if (wanted := self.leaders.get(body.stage)) is not None:
                 wanted.root_until_s = now_s + ROOTED_S
             member = self.members.get(body.stage)
-            return [member.entries()] if member is not None and member.reign is not None else []
+            return [member.entries()] if member is not None and member.knows_log else []
         if isinstance(body, Counted | Granted):
             return self._handle_batch(now_s, sender, body)
         stage = body.cut.stage if isinstance(body, Cutting) else None

@@ -441,10 +441,11 @@ class Log:
         return is_lost and evidence.entry.is_agreed(evidence.agreement, epoch)
 
     def is_contradicted(self, entry: Entry, lag: int) -> bool:
-        """Whether another stage has an entry, of a later epoch, in the place of one that this log was made from."""
-        number, stage, own = entry.cut.round + 1 + lag, entry.cut.stage, ((), (entry.hash,))
-        cuts = [each.entry.cut for each in self.since(number)[:1] if each.entry.cut.round == number]
-        return any(cut.base[stage : stage + 1] not in own and cut.epoch < entry.cut.epoch for cut in cuts)
+        """Whether this log was made from other heads than an entry of another stage, of a later epoch, knows."""
+        its, head = entry.cut, (entry.hash,)
+        older = {each.entry.cut.round: each.entry.cut for each in self._committed if each.entry.cut.epoch < its.epoch}
+        same, later = older.get(its.round, its), older.get(its.round + 1 + lag)
+        return same.base != its.base or (later is not None and later.base[its.stage : its.stage + 1] != head)
 
     def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
         """Whether each entry follows the one before, and was committed; those that are known need no look.

@@ -93,6 +93,11 @@ class Member:
         return self.reign is not None and self.state != self.log.head
 
     @property
+    def knows_log(self) -> bool:
+        """Whether this seat can tell newcomers the stage's log."""
+        return self.reign is not None and not self.is_lost
+
+    @property
     def working(self) -> OpenRound | None:
         """The round of which microbatches may be let in; None if there is none at present."""
         if self.reign is None or self.is_behind:

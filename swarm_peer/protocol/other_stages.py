@@ -19,21 +19,28 @@ class OtherStages:
     def __init__(self, member: Member, context: RoundContext):
         self._member = member
         self._context = context
-        # Of each seat of another stage, the heads that it has told, by the round that began with them.
-        self._told: dict[tuple[int, Seat], dict[int, str]] = {}
+        # Of each seat of another stage, the heads that it has told, by the round that began with them; each with the
+        # head of this stage that its entry was made from, in a tuple that is empty where it is not known.
+        self._told: dict[tuple[int, Seat], dict[int, tuple[str, Base]]] = {}
         self._lacks: tuple[object, float] = (None, 0.0)
 
     def take(self, sender: Seat, head: Head) -> Committed | None:
-        """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
+        """Note where another stage stands. Returns an entry of this one that shows that entries are gone there."""
         own = self._member.log
         theirs = Log(head.stage, own.restart, head.committed)
         if not theirs.is_valid(own, self._context.epoch_of, self._context.fills):
             return None
         oldest = own.next_round - self._context.lag - 2
-        told = {**self._told.get((head.stage, sender), {}), **theirs.heads()}
-        self._told[head.stage, sender] = told
+        told = self._told.setdefault((head.stage, sender), {})
+        made_from = {each.entry.cut.round + 1: each.entry.cut.base[own.stage :][:1] for each in head.committed}
+        for number, known in theirs.heads().items():
+            before, made = told.get(number, ("", ()))
+            told[number] = known, made_from.get(number, made if before == known else ())
         near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
         self._told = {key: heads for key, heads in near.items() if heads}
+        for committed in own.committed:
+            if theirs.is_contradicted(committed.entry, self._context.lag):
+                return committed
         if own.is_empty:
             return None
         cut = own.committed[-1].entry.cut
@@ -53,13 +60,20 @@ class OtherStages:
         if stage == log.stage:
             return log.base_of(number, self._context.lag)
         roster = epoch.roster(stage)
-        told = {seat: self._told.get((stage, seat), {}).get(before) for seat in roster}
+        told = {seat: self._told_by(stage, seat, before) for seat in roster}
         if roster and (head := told[roster[0]]) is not None:
             return head
         for head in set(told.values()) - {None}:
             if epoch.is_quorum((seat for seat in roster if told[seat] == head), roster):
                 return head
         return None
+
+    def _told_by(self, stage: int, seat: Seat, number: int) -> str | None:
+        """The head that a seat has told; None if that was made from another one than this stage has there."""
+        log = self._member.log
+        head, made_from = self._told.get((stage, seat), {}).get(number, (None, ()))
+        known = log.head_before(max(number - 1 - self._context.lag, log.restart.first_round))
+        return head if known is None or made_from in ((), (known,)) else None
 
     def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose heads were not told for long, so that their members are asked."""
