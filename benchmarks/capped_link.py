@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import anyio
@@ -84,8 +85,9 @@ class Lent:
 class Measurement:
     """The script of the run."""
 
-    def __init__(self, network: Box, lent: Lent, seconds: float):
+    def __init__(self, network: Box, lent: Lent, seconds: float, metrics: Path):
         self._network = network
+        self._metrics = metrics
         self._lent = lent
         self._seconds = seconds
         self.figures: dict[str, Any] = {}
@@ -122,16 +124,16 @@ class Measurement:
         for name, options in names.items():
             swarm.start(int(name.rpartition(".")[2]) if name == CAPPED else int(name[0]), name, options)
         await swarm.until(lambda: swarm.optimizer_step >= 2, "the warm-up", 300)
-        looks, steps, newcomer = [self._now()], [swarm.optimizer_step], False
-        alone = 1  # looks before the newcomers
+        looks, first_step = [self._now()], swarm.optimizer_step
+        last_alone = None  # the last step before the newcomers
         while looks[-1][0] - looks[0][0] < self._seconds:
             await anyio.sleep(SAMPLE_S)
             looks.append(self._now())
-            steps.append(swarm.optimizer_step)
-            if not newcomer and looks[-1][0] - looks[0][0] > self._seconds / 2:
-                newcomer, alone = True, len(looks)
+            if last_alone is None and looks[-1][0] - looks[0][0] > self._seconds / 2:
+                last_alone = swarm.optimizer_step
                 for stage in range(2):
                     swarm.start(stage, f"late.{stage}", "")
+        last_step = swarm.optimizer_step
         found = troubles(swarm.log(name) for name in (*names, "late.0", "late.1"))
         await anyio.to_thread.run_sync(pause, CAPPED)
         paused = [self._now()]
@@ -140,8 +142,8 @@ class Measurement:
         self.figures = summarise(looks) | {
             "paused_kbps_out": round(1000 * rate(paused[0], paused[1], 2)),
             "paused_kbps_in": round(1000 * rate(paused[0], paused[1], 1)),
-            "steps": steps[-1] - steps[0],
-            "round_s": round_s(looks[:alone], steps[:alone]),
+            "steps": last_step - first_step,
+            "round_s": round_s(self._metrics, first_step, last_alone or last_step),
             "predicted_round_s": round(predicted_round_s(self._lent), 2),
             "newcomer_serves": "serving stage=1" in swarm.log("late.1"),
             "troubles": dict(found),
@@ -151,12 +153,11 @@ class Measurement:
         raise SwarmStopped
 
 
-def round_s(looks: list[tuple[float, ...]], steps: list[int]) -> float | None:
-    """Seconds of a round: from the first look that sees a new step to the last one; None with fewer than two."""
-    new = [number for number in range(1, len(steps)) if steps[number] > steps[number - 1]]
-    if not new or steps[new[-1]] == steps[new[0]]:
-        return None
-    return round((looks[new[-1]][0] - looks[new[0]][0]) / (steps[new[-1]] - steps[new[0]]), 2)
+def round_s(metrics: Path, first_step: int, last_step: int) -> float | None:
+    """The mean of the rounds' seconds after one optimizer step and up to another, as the coordinator has them."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    found = [line["seconds"] for line in lines if first_step < line["optimizer_step"] <= last_step]
+    return round(fmean(found), 2) if found else None
 
 
 def predicted_round_s(lent: Lent) -> float:
@@ -201,7 +202,7 @@ def measure(lent: Lent, seconds: float, keep: Path | None) -> dict[str, Any]:
     """Run the swarm, and return the figures."""
     with tempfile.TemporaryDirectory(prefix="swarm-cap-") as name, box(7, LINKS) as network:
         enter_namespace(network.machines[0].namespace)
-        measurement = Measurement(network, lent, seconds)
+        measurement = Measurement(network, lent, seconds, Path(name) / "metrics.jsonl")
         launch: Callable[[Path, str], Launch] = measurement.launch
         try:
             run_swarm(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Generator
+from contextlib import ExitStack
 from typing import Any
 
 import simpy
@@ -190,16 +191,19 @@ class MicrobatchSwarm:
         """Call a stage, and return when one of its peers has done the work, however many peers that takes."""
         avoid: set[str] = set()
         backoff_s = FIRST_BACKOFF_S
-        while True:
-            callee = self._route(caller, stage, avoid)
-            if callee is None:
-                avoid.clear()
-                yield self._env.timeout(backoff_s * (0.5 + self._rng.random()))
-                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-                continue
-            if (yield from self._serve(caller, callee, stage)):
-                return True
-            avoid.add(callee)
+        with ExitStack() as until_done:
+            while True:
+                router = self._router(caller, stage)
+                callee = router.choose(avoid)
+                if callee is None:
+                    avoid.clear()
+                    yield self._env.timeout(backoff_s * (0.5 + self._rng.random()))
+                    backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+                    continue
+                until_done.callback(router.done, callee)
+                if (yield from self._serve(caller, callee.peer_id, stage)):
+                    return True
+                avoid.add(callee.peer_id)
 
     def _serve(self, caller: str, callee: str, stage: int) -> Steps:
         device = self._devices[callee]
@@ -248,7 +252,7 @@ class MicrobatchSwarm:
         peer = self._flow.peers[peer_id]
         return peer.state is PeerState.SERVING and peer.stage == device.serves
 
-    def _route(self, caller: str, stage: int, avoid: set[str]) -> str | None:
+    def _router(self, caller: str, stage: int) -> Routing:
         peers = self._refresh_serving()[stage]
         seen, router = self._routers.get((caller, stage), (None, None))
         if router is None:
@@ -260,7 +264,7 @@ class MicrobatchSwarm:
             reached = [peer for peer in peers if peer.peer_id not in without_way]
             router.update(reached, caller, self._serving[stage - 1], self.rounds.num_done)
             self._routers[caller, stage] = (now, router)
-        return router.choose(avoid)
+        return router
 
     def _expected_s(self, peer: PeerView) -> float:
         return (self._devices[peer.peer_id].queued + 1) / max(peer.samples_per_s, 1e-9)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-RoutingName = Literal["iwrr", "uniform", "jsed", "po2"]
+RoutingName = Literal["own", "uniform", "jsed", "po2"]
 Numbers = Annotated[tuple[float, ...], Parameter(consume_multiple=True, negative="")]
 
 
@@ -57,7 +57,7 @@ class MicrobatchOptions:
     """How microbatches are launched, sent and counted, at --level microbatch.
 
     Attributes:
-        routing: iwrr (what runs live), uniform, jsed (shortest expected delay) or po2 (two random choices).
+        routing: own (what runs live), uniform, jsed (shortest expected delay) or po2 (two random choices).
         window: Microbatches in flight per stage-0 peer; if not given, by the live rule, which goes by the round trip.
         window_limit: The largest window of that rule.
         capacity: Microbatches that a peer of a later stage holds at once before it is busy; any number if not given.
@@ -66,7 +66,7 @@ class MicrobatchOptions:
         averaging_s: Seconds from the last gradient of a round until the next one begins; nothing is computed meanwhile.
     """
 
-    routing: RoutingName = "iwrr"
+    routing: RoutingName = "own"
     window: int | None = None
     window_limit: int = 64
     capacity: int | None = None

@@ -168,7 +168,7 @@ async def look_once(run: LiveRun) -> RunWatch:
         CallError: the DHT does not answer
     """
     manifest = run.manifest
-    watch = RunWatch(manifest, SwarmView(manifest.stages.count), validation_wait_s=0.0)
+    watch = RunWatch(manifest, SwarmView(manifest.stages.count), waits=False)
     view = await run.directory.refresh(range(manifest.stages.count))
     if not view.peers and (end := await find_end(run.dht, run.run_id)) is not None:
         raise UserError(f"the run is over: {end.reason}")

@@ -13,7 +13,8 @@ from swarm_peer.policy.standstill import Standstill, find_divergence, find_stand
 from swarm_peer.policy.view import PeerView, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport, Validation
 
-# The shares of a validation come from several peers, one after the other.
+# The shares of a validation come from several peers, one after the other. A line waits so long for those of peers that
+# are gone, or have gone on to the next round.
 VALIDATION_WAIT_S = 20.0
 # Older lines are in metrics.jsonl alone.
 LINES_KEPT = 1024
@@ -29,7 +30,7 @@ class RunWatch:
     """Merges what stage-0 peers report, as far as the run's other peers bear it out (policy/run_progress.py).
 
     Args:
-        validation_wait_s: a step's line waits this long for the validation of its weights; 0 for who looks only once
+        waits: whether a step's line waits for the validation of its weights, and not so where somebody looks only once
 
     Attributes:
         view: the peers as they were seen last
@@ -53,10 +54,10 @@ class RunWatch:
             the last time. After a cut it may go on with a timeline that is older than the one seen here.
     """
 
-    def __init__(self, manifest: RunManifest, view: SwarmView, validation_wait_s: float = VALIDATION_WAIT_S):
+    def __init__(self, manifest: RunManifest, view: SwarmView, *, waits: bool = True):
         self.manifest = manifest
         self.last_step = manifest.training.steps
-        self._validation_wait_s = validation_wait_s
+        self._waits = waits
         self.view = view
         self.seen_s = 0.0
         self.lines: list[MetricsLine] = []
@@ -294,6 +295,19 @@ class RunWatch:
         held_out = min(max(share.held_out for share in shares), self.manifest.training.validation_samples)
         return ValidationLoss(sum(share.loss_sum for share in shares) / samples, samples), samples >= held_out
 
+    def _validation_wait_s(self, round_number: int) -> float:
+        """For how long after a round's report the shares of the validation of its weights are waited for.
+
+        The peers of stage 0 validate before they train on. How long that takes depends on model and links.
+        """
+        told = {author for number, author in self._validations if number == round_number + 1}
+        seen_s = [seen_s for number, (*_, seen_s) in sorted(self._reports.items()) if number >= round_number]
+        if len(seen_s) > 1:
+            return seen_s[1] - seen_s[0] + VALIDATION_WAIT_S
+        if all(peer.peer_id in told for peer in self.view.serving(0)):
+            return VALIDATION_WAIT_S
+        return max(VALIDATION_WAIT_S, self.manifest.limits.hop_timeout_s * self.manifest.stages.count)
+
     def _next_line(self, now: float) -> MetricsLine | None:
         later = [round_number for round_number in self._reports if round_number > self.round_number]
         if not later:
@@ -301,7 +315,7 @@ class RunWatch:
         report, peers, shares, seen = self._reports[min(later)]
         validation, is_whole = self._validation(report.round_number + 1)
         due = self.manifest.training.validates_at(report.optimizer_step, self.last_step)
-        if due and not is_whole and now < seen + self._validation_wait_s:
+        if due and not is_whole and self._waits and now < seen + self._validation_wait_s(report.round_number):
             return None
         length = self.manifest.data.sequence_length
         return metrics_line(

@@ -1,9 +1,10 @@
-"""Where a microbatch goes next: interleaved weighted round robin over measured throughput, each caller in its own part.
+"""Where a microbatch goes next: to the candidate that should be the first to have done it, each caller in its own part.
 
-Source: SWARM parallelism (Ryabinin et al., ICML 2023), section 3.2 and appendix A. For each candidate the router keeps
-the time at which the candidate should have finished all that was sent to it. It chooses the earliest candidate, and
-adds the expected duration of the new microbatch to that candidate's time. So a peer twice as fast gets twice as many
-microbatches, interleaved rather than in bursts.
+Source: SWARM parallelism (Ryabinin et al., ICML 2023), section 3.2 and appendix A: the earliest expected finish, by
+measured throughput. So a peer twice as fast gets twice as many microbatches, interleaved rather than in bursts.
+
+There, a candidate's finish follows from all that was ever sent to it. Here, it follows from what has not come back yet.
+Else a candidate that is slower than measured, or whose caller is faster, has a queue left when all others have done.
 
 There, every caller sends to every candidate. Callers know nothing of each other's microbatches, so now and then several
 choose the same candidate at once, and others have nothing to do meanwhile. Here, each caller has as little as possible
@@ -24,7 +25,7 @@ from functools import partial
 from hashlib import blake2b
 from statistics import median_low
 
-from swarm_peer.policy.view import PeerView
+from swarm_peer.policy.view import Life, PeerView
 
 # Weight of a new throughput measurement; the paper's prototype uses the same.
 THROUGHPUT_SMOOTHING = 0.1
@@ -101,7 +102,7 @@ class Route:
 class _Candidate:
     incarnation: int
     samples_per_s: float  # 0 while it is not known
-    expected_finish: float  # seconds of work sent so far; only differences between candidates have a meaning
+    num_outstanding: int = 0  # samples that were sent to it, and whose microbatches are not done yet
     part: float = 1.0  # the part of its time that is for this caller
 
 
@@ -118,9 +119,7 @@ class Router:
     def update(
         self, peers: Iterable[PeerView], caller: str = "", callers: Sequence[PeerView] = (), round_number: int = 0
     ) -> None:
-        """Set the peers that serve the stage now. A newcomer enters at the current minimum, so it is tried soon.
-
-        A peer in a new life is a newcomer.
+        """Set the peers that serve the stage now. A peer in a new life is a newcomer.
 
         Args:
             callers: the peers that send to this stage; if `caller` is not among them, it sends to all peers
@@ -136,18 +135,14 @@ class Router:
             for peer_id, candidate in self._candidates.items()
             if (peer_id, candidate.incarnation) in lives
         }
-        start = min((candidate.expected_finish for candidate in self._candidates.values()), default=0.0)
         for peer_id in sorted(serving.keys() - self._candidates.keys()):
-            self._candidates[peer_id] = _Candidate(serving[peer_id].incarnation, serving[peer_id].samples_per_s, start)
+            self._candidates[peer_id] = _Candidate(serving[peer_id].incarnation, serving[peer_id].samples_per_s)
         sending = {peer.peer_id: peer.samples_per_s for peer in callers}
         speeds = {peer_id: peer.samples_per_s for peer_id, peer in serving.items()}
         parts = dict.fromkeys(serving, 1.0)
         if caller in sending:
             parts = parts_of(caller, sending, speeds, round_number)
         for peer_id, candidate in self._candidates.items():
-            # A microbatch takes long in a small part. One that was sent there must not weigh as much in a larger part.
-            ahead = (candidate.expected_finish - start) * (candidate.part or 1.0) / (parts[peer_id] or 1.0)
-            candidate.expected_finish = start + ahead
             candidate.part = parts[peer_id]
 
     def observe(self, peer_id: str, samples_per_s: float) -> None:
@@ -163,7 +158,7 @@ class Router:
     def choose(
         self, num_samples: int, avoid: Container[str] = (), carried: Callable[[str], float] = lambda peer_id: math.inf
     ) -> Route:
-        """Choose the next hop for a microbatch of `num_samples`, and add the expected work to its time.
+        """Choose the next hop for a microbatch of `num_samples`, which is outstanding there until it is `done`.
 
         If all candidates that have a part for this caller are to be avoided, or the way to them carries less than that
         part, others may get the microbatch.
@@ -179,15 +174,22 @@ class Router:
         speeds = {peer_id: self._speed(self._candidates[peer_id]) for peer_id in allowed}
         own = [peer_id for peer_id in allowed if self._candidates[peer_id].part and carried(peer_id) >= speeds[peer_id]]
         allowed = own or allowed
-        floor = min(self._candidates[peer_id].expected_finish for peer_id in allowed)
-        for peer_id, candidate in self._candidates.items():
-            if peer_id not in allowed:
-                # Else such a peer, whose time stands still, would later get all microbatches until it catches up.
-                candidate.expected_finish = max(candidate.expected_finish, floor)
-        chosen = min(allowed, key=lambda peer_id: (self._candidates[peer_id].expected_finish, self._rng.random()))
-        speed = min(speeds[chosen], carried(chosen))
-        self._candidates[chosen].expected_finish += num_samples / speed
-        return Route(chosen, f"earliest expected finish at {speed:.3g} samples/s of {len(allowed)} candidates")
+        speeds = {peer_id: min(speeds[peer_id], carried(peer_id)) for peer_id in allowed}
+
+        def finish_s(peer_id: str) -> float:
+            return (self._candidates[peer_id].num_outstanding + num_samples) / speeds[peer_id]
+
+        chosen = min(allowed, key=lambda peer_id: (finish_s(peer_id), self._rng.random()))
+        self._candidates[chosen].num_outstanding += num_samples
+        reason = f"earliest expected finish at {speeds[chosen]:.3g} samples/s of {len(allowed)} candidates"
+        return Route(chosen, reason)
+
+    def done(self, peer: Life, num_samples: int) -> None:
+        """Note that a microbatch is done that was sent to a peer, there or, after failures, elsewhere."""
+        candidate = self._candidates.get(peer.peer_id)
+        if candidate is not None and candidate.incarnation == peer.incarnation:
+            # It may have been out of view meanwhile, and begun anew.
+            candidate.num_outstanding = max(0, candidate.num_outstanding - num_samples)
 
     def _speed(self, candidate: _Candidate) -> float:
         """The samples/s that a candidate has for this caller."""

@@ -108,7 +108,7 @@ def test_a_line_has_the_peers_of_the_time_of_its_report():
     watch = make_watch(validation_every=1)
     watch.observe(VIEW, {"a": record(report(1))}, 0.0)
     smaller = SwarmView(2, (peer("a", 0), peer("b", 0, PeerState.DRAINING)))
-    [line] = watch.observe(smaller, {"a": record(report(1))}, VALIDATION_WAIT_S)
+    [line] = watch.observe(smaller, {"a": record(report(1), validations=[(1, 4, 6.0)])}, 1.0)
     assert line["peers"] == [1, 1]
     assert watch.peers_by_stage() == [1, 0]
 

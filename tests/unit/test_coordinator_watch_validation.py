@@ -3,7 +3,7 @@
 from watched_runs import BOTH, VIEW, make_watch, peer, record, report, steps_of
 
 from coordinator.watch.run_watch import VALIDATION_WAIT_S, RunWatch
-from swarm_peer.policy.view import SwarmView
+from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.wire.records import Validation
 
 
@@ -64,11 +64,41 @@ def test_a_peer_that_tells_of_few_held_out_samples_does_not_end_the_wait_for_the
     assert watch.observe(BOTH, told | {"a": record(report(1), validations=[(1, 3, 4.0)])}, 1.0) != []
 
 
+def test_a_slow_validation_is_waited_for_while_the_next_round_is_not_over():
+    watch = make_watch(validation_every=1)
+    half = {"a": record(report(1), validations=[(1, 2, 3.0)]), "b": record(report(1))}
+    assert watch.observe(BOTH, half, 0.0) == []
+    assert watch.observe(BOTH, half, 5 * VALIDATION_WAIT_S) == []
+    whole = half | {"b": record(report(1), validations=[(1, 2, 5.0)])}
+    [line] = watch.observe(BOTH, whole, 5 * VALIDATION_WAIT_S + 1)
+    assert line["validation_samples"] == 4
+
+
+def test_a_validation_is_not_waited_for_any_longer_once_the_next_round_is_over():
+    watch = make_watch(validation_every=1)
+    later = {"a": record(report(1), report(2))}
+    assert watch.observe(VIEW, {"a": record(report(1))}, 0.0) == []
+    assert watch.observe(VIEW, later, 30.0) == []
+    assert watch.observe(VIEW, later, 30.0 + VALIDATION_WAIT_S - 0.1) == []
+    [line] = watch.observe(VIEW, later, 30.0 + VALIDATION_WAIT_S)
+    assert line["optimizer_step"] == 1
+
+
 def test_a_line_without_any_validation_comes_in_the_end():
     watch = make_watch(validation_every=1)
+    limit_s = 2 * watch.manifest.limits.hop_timeout_s
     watch.observe(VIEW, {"a": record(report(1))}, 0.0)
-    [line] = watch.observe(VIEW, {}, VALIDATION_WAIT_S)
+    assert watch.observe(VIEW, {}, limit_s - 1) == []
+    [line] = watch.observe(VIEW, {}, limit_s)
     assert "validation_loss" not in line
+
+
+def test_a_validation_whose_peers_are_gone_is_not_waited_for_long():
+    watch = make_watch(validation_every=1)
+    watch.observe(VIEW, {"a": record(report(1))}, 0.0)
+    left = SwarmView(2, (peer("b", 0, PeerState.JOINING), peer("c", 1)))
+    assert watch.observe(left, {}, VALIDATION_WAIT_S - 1) == []
+    assert steps_of(watch.observe(left, {}, VALIDATION_WAIT_S)) == [1]
 
 
 def test_the_last_step_is_validated_whatever_its_number():
@@ -81,7 +111,7 @@ def test_the_last_step_is_validated_whatever_its_number():
 
 def test_who_looks_once_does_not_wait_and_has_the_last_loss_that_peers_tell():
     manifest = make_watch(validation_every=2, steps=9).manifest
-    watch = RunWatch(manifest, SwarmView(2), validation_wait_s=0.0)
+    watch = RunWatch(manifest, SwarmView(2), waits=False)
     view = SwarmView(2, tuple(peer(name, stage, round_number=8) for name, stage in (("a", 0), ("b", 0), ("c", 1))))
     told = {
         "a": record(report(6), report(7), report(8), validations=[(2, 2, 9.0), (4, 2, 5.0), (8, 2, 1.0)]),
@@ -91,7 +121,7 @@ def test_who_looks_once_does_not_wait_and_has_the_last_loss_that_peers_tell():
     assert steps_of(lines) == [6, 7, 8]
     assert "validation_loss" not in lines[0]
     assert (lines[2]["validation_loss"], lines[2]["validation_samples"]) == (0.5, 2)
-    before = RunWatch(manifest, SwarmView(2), validation_wait_s=0.0)
+    before = RunWatch(manifest, SwarmView(2), waits=False)
     nobody = Validation(round_number=6, optimizer_step=6, samples=0, held_out=8, loss_sum=0.0)
     told["b"] = told["b"].model_copy(update={"validations": (*told["b"].validations, nobody)})
     before.observe(view, {"a": record(report(7), validations=[(2, 2, 9.0), (4, 2, 5.0)]), "b": told["b"]}, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import anyio
@@ -150,6 +151,12 @@ class StageClient:
             NotFinite: what each of the peers that were tried has computed is not finite
             HopFailed: no peer succeeded within the tries and the time, for whatever other reason
         """
+        with ExitStack() as until_done:
+            return await self._send(microbatch, hidden, deadline, until_done)
+
+    async def _send(
+        self, microbatch: Microbatch, hidden: memoryview | None, deadline: float, until_done: ExitStack
+    ) -> HopResult:
         router, backoff = self._router, self._backoff
         if microbatch.is_query:
             router, backoff = self._query_router, self._query_backoff
@@ -181,10 +188,12 @@ class StageClient:
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
                 tried.clear()
                 continue
+            peer = lives[route.peer_id]
+            until_done.callback(router.done, peer, microbatch.num_samples)
             try:
                 timeout_s = min(remaining_s, self.timeout_s)
-                result, samples_per_s = await self._call(lives[route.peer_id], microbatch, hidden, timeout_s)
-                backoff.succeeded(lives[route.peer_id])
+                result, samples_per_s = await self._call(peer, microbatch, hidden, timeout_s)
+                backoff.succeeded(peer)
                 router.observe(route.peer_id, samples_per_s)
                 return result
             except RoundClosed:
@@ -193,7 +202,7 @@ class StageClient:
                 reason = cause = _cause_of(error)
                 self._metrics.retries.labels(error.code).inc()
                 if error.avoid:
-                    self._avoid(lives[route.peer_id], backoff, reason)
+                    self._avoid(peer, backoff, reason)
                 tried.add(route.peer_id)
                 failures += not isinstance(error, Busy)
                 num_not_finite += isinstance(error, NotFinite)
