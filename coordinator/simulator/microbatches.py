@@ -191,6 +191,7 @@ class MicrobatchSwarm:
         """Call a stage, and return when one of its peers has done the work, however many peers that takes."""
         avoid: set[str] = set()
         backoff_s = FIRST_BACKOFF_S
+        sent: set[Life] = set()
         with ExitStack() as until_done:
             while True:
                 router = self._router(caller, stage)
@@ -200,7 +201,11 @@ class MicrobatchSwarm:
                     yield self._env.timeout(backoff_s * (0.5 + self._rng.random()))
                     backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
                     continue
-                until_done.callback(router.done, callee)
+                if callee in sent:  # it is outstanding there once, however often it is tried
+                    router.done(callee)
+                else:
+                    sent.add(callee)
+                    until_done.callback(router.done, callee)
                 if (yield from self._serve(caller, callee.peer_id, stage)):
                     return True
                 avoid.add(callee.peer_id)

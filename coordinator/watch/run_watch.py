@@ -16,6 +16,8 @@ from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundRep
 # The shares of a validation come from several peers, one after the other. A line waits so long for those of peers that
 # are gone, or have gone on to the next round.
 VALIDATION_WAIT_S = 20.0
+# The longest wait for those of the others. At the run's end nothing else comes after it.
+LONGEST_VALIDATION_S = 120.0
 # Older lines are in metrics.jsonl alone.
 LINES_KEPT = 1024
 RECENT_STEPS = 3
@@ -306,7 +308,7 @@ class RunWatch:
             return seen_s[1] - seen_s[0] + VALIDATION_WAIT_S
         if all(peer.peer_id in told for peer in self.view.serving(0)):
             return VALIDATION_WAIT_S
-        return max(VALIDATION_WAIT_S, self.manifest.limits.hop_timeout_s * self.manifest.stages.count)
+        return LONGEST_VALIDATION_S
 
     def _next_line(self, now: float) -> MetricsLine | None:
         later = [round_number for round_number in self._reports if round_number > self.round_number]

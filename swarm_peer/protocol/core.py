@@ -252,7 +252,9 @@ class Core:
         return sent
 
     def _is_stuck(self, stage: int, now_s: float) -> bool:
-        """Whether the leader of a stage has had its member here wait for long."""
+        """Whether the leader of a stage has had its member here wait for long, or resigns, where it is this peer."""
+        if (own := self.leaders.get(stage)) is not None:
+            return own.resigns
         leader = self.epoch.leader(stage)
         if (waits := self._waits.get(stage)) is None or waits.leader != leader:
             waits = self._waits[stage] = Waits(now_s, leader)
@@ -319,13 +321,11 @@ class Core:
             for leader in self.leaders.values():
                 leader.take_evidence(body.committed)
             return []
-        if isinstance(body, WantHead):
-            return [self.members[body.stage].head()] if body.stage in self.members else []
-        if isinstance(body, WantRoot):
-            if (wanted := self.leaders.get(body.stage)) is not None:
+        if isinstance(body, WantHead | WantRoot):
+            if isinstance(body, WantRoot) and (wanted := self.leaders.get(body.stage)) is not None:
                 wanted.root_until_s = now_s + ROOTED_S
-            member = self.members.get(body.stage)
-            return [member.entries()] if member is not None and member.knows_log else []
+            asked = [self.members[body.stage]] if body.stage in self.members else []
+            return [each.head() if isinstance(body, WantHead) else each.entries() for each in asked if each.knows_log]
         if isinstance(body, Counted | Granted):
             return self._handle_batch(now_s, sender, body)
         stage = body.cut.stage if isinstance(body, Cutting) else None
@@ -379,7 +379,7 @@ class Core:
         elif member.reign is not None and isinstance(body, Begin):
             member.take_base(body.round, body.base, body.is_rooted)
         elif member.reign is not None and isinstance(body, Cutting):
-            member.take_cut(body.cut, is_late=self._is_late(now_s, stage, body.cut.round))
+            member.take_cut(body.cut, body.shown, is_late=self._is_late(now_s, stage, body.cut.round))
         elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
             return [member.status()]
         return []

@@ -283,7 +283,7 @@ def is_sound(wish: Wish, epoch: Epoch, rules: Rules) -> bool:
             return wish.author in epoch.voters and wish.seats <= set(epoch.seats)
         case Stuck():
             roster = epoch.roster(wish.stage)
-            return wish.author in roster[1:] and wish.leader == roster[0]
+            return wish.author in roster and wish.leader == roster[0]
         case Offer():
             are_sound = all(0 <= s.stage < rules.num_stages and s.entry for s in wish.snapshots)
             # Also of one without a place: who has left its stage to take over the lost one may hold the only snapshots.
@@ -376,6 +376,6 @@ def _without_lead_of_the_stuck(epoch: Epoch, places: list[Place], wishes: Iterab
     stuck = [
         place
         for place, by in accusers.items()
-        if place in places and epoch.is_quorum(by, [seat for seat in epoch.roster(place.stage) if seat != place.seat])
+        if place in places and (place.seat in by or epoch.is_quorum(by, set(epoch.roster(place.stage)) - {place.seat}))
     ]
     return [place for place in places if place not in stuck] + sorted(stuck)

@@ -27,7 +27,6 @@ from swarm_peer.protocol.log import (
     Part,
     Pass,
     repeats,
-    that_fit,
 )
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import (
@@ -42,6 +41,7 @@ from swarm_peer.protocol.messages import (
     Head,
     Ready,
     Status,
+    that_fit,
 )
 from swarm_peer.protocol.other_stages import OtherStages
 from swarm_peer.protocol.patience import Patience
@@ -66,6 +66,7 @@ class Attempt:
     """
 
     cut: Cut
+    shown: tuple[Committed, ...]
     since_s: float
     most_s: float | None = None
     failed_s: float | None = None
@@ -108,6 +109,7 @@ class Leader:
         batch: of the open rounds, at stage 0
         evidence: an entry of another stage, which was computed from one that this stage has lost
         root_until_s: until when all rounds begin with roots, since a newcomer has asked for one
+        resigns: whether another seat should lead, since a newer log than its own has come too late
     """
 
     def __init__(self, *, member: Member, reign: EpochId, context: RoundContext):
@@ -125,6 +127,7 @@ class Leader:
         self.batch = Batch(reign, context)
         self.evidence: Committed | None = None
         self.root_until_s = 0.0
+        self.resigns = False
         self._patience = Patience()
 
     # --- what it hears
@@ -141,7 +144,10 @@ class Leader:
             self.round.far[sender] = now_s
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
-            self._follow(theirs)
+            # A log that does not go on from its own needs a new reign: it has told members its own already.
+            self.resigns |= theirs.goes_on_from(self._member.log) is False
+            if not self.resigns:
+                self._follow(theirs)
         if self.round.attempt is None and not self._has_committed:
             self._commit_what_is_signed()
         return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
@@ -210,8 +216,7 @@ class Leader:
         """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
         found = self.others.take(sender, head)
         for committed in head.committed:
-            if self._member.log.is_contradicted(committed.entry, self._context.lag):
-                self.take_evidence(committed)
+            self.take_evidence(committed)
         return found if self.is_synced else None
 
     def take_evidence(self, committed: Committed) -> None:
@@ -255,7 +260,7 @@ class Leader:
                 return [Commit(committed)]
             self._cut_again_after_failure(now_s, epoch, base, present.attempt)
         attempt = self.round.attempt
-        return [*said, *([Cutting(attempt.cut)] if attempt is not None else [])]
+        return [*said, *([Cutting(attempt.cut, attempt.shown)] if attempt is not None else [])]
 
     def _news(self) -> Entries:
         """The log, for all whose status was heard."""
@@ -364,7 +369,8 @@ class Leader:
         left_out: Collection[Seat] = (),
     ) -> None:
         present, log = self.round, self._member.log
-        if base is None:
+        shown = None if base is None else self.others.to_show(base, self._member.closes[present.number].base)
+        if base is None or shown is None:
             return
         root = self._root(epoch, {seat: present.ready[seat].root for seat in seats})
         # A seat with another root has other weights, and takes the stage's.
@@ -381,7 +387,7 @@ class Leader:
             parts=self._parts(seats, base),
             blamed=blamed,
         )
-        present.attempt = Attempt(cut, now_s, left_out=left_out)
+        present.attempt = Attempt(cut, shown, now_s, left_out=left_out)
         present.tried |= set(seats)
 
     def _root(self, epoch: Epoch, told: dict[Seat, str]) -> str:

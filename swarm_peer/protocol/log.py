@@ -5,7 +5,7 @@ Owns what makes an entry valid. Knows nothing of how one comes about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -178,6 +178,11 @@ class Cut:
         own = next((part.brings for part in self.parts if part.seat == mine.seat), ())
         return not missing and set(own) <= set(mine.brings)
 
+    def is_of(self, counted: Base, shown: Iterable[Entry]) -> bool:
+        """Whether it is of the heads that its round's counts were computed from, or of other stages' that are shown."""
+        known = {*enumerate(counted), *((each.cut.stage, each.hash) for each in shown)}
+        return all(stage == self.stage or (stage, head) in known for stage, head in enumerate(self.base))
+
     def is_within(self, most: Most) -> bool:
         """Whether no contribution has more weight or samples than a round can have, and each is of this round."""
         return all(part.is_within(self.round, most) for part in self.parts)
@@ -295,6 +300,11 @@ class Close:
     round: int
     counts: tuple[Signed[Done], ...]
 
+    @property
+    def base(self) -> Base:
+        """The heads of all stages that what was counted was computed from, as those who computed it have signed."""
+        return next((signed.body.base for signed in self.counts), ())
+
 
 class Committed(NamedTuple):
     """An entry with what shows that it was committed, and that its round was over."""
@@ -304,29 +314,10 @@ class Committed(NamedTuple):
     close: Close
 
 
-# A message of 1 MiB holds so many signed statements, and its receiver keeps so many past epochs that they are about.
-MAX_STATEMENTS = 1500
-MAX_EPOCHS = 32
 # Entries that a log keeps. A member that lacks more takes a state.
 KEPT_ENTRIES = 16
 # A seat that lacks fewer entries than so many is waited for.
 NEAR = 3
-
-
-def that_fit(entries: Sequence[Committed], epoch_of: EpochOf) -> tuple[Committed, ...]:
-    """The newest of some entries: those that one message can hold, and whose epochs are known; at least one."""
-    told, epochs, num_statements = list[Committed](), set[EpochId](), 0
-    for committed in reversed(entries):
-        counts = [signed.body for signed in committed.close.counts]
-        cut = committed.entry.cut
-        num_statements += len(cut.brings) + len(committed.agreement) + sum(1 + len(each.receipts) for each in counts)
-        epochs |= {cut.epoch, *(each.epoch for each in counts)}
-        epochs |= {receipt.body.epoch for each in counts for receipt in each.receipts}
-        is_known = epoch_of(cut.epoch) is not None
-        if told and (num_statements > MAX_STATEMENTS or len(epochs) > MAX_EPOCHS or not is_known):
-            break
-        told.insert(0, committed)
-    return tuple(told)
 
 
 def base_of(stage: int, restart: Restart) -> str:

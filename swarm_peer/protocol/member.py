@@ -27,9 +27,8 @@ from swarm_peer.protocol.log import (
     Part,
     Pass,
     Receipt,
-    that_fit,
 )
-from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Head, Ready, Said, Status
+from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Head, Ready, Said, Status, that_fit
 from swarm_peer.protocol.statements import EpochId, S, Seat, Signed
 from swarm_peer.protocol.work import Answer, OpenRound, RoundContext, Work
 
@@ -94,7 +93,7 @@ class Member:
 
     @property
     def knows_log(self) -> bool:
-        """Whether this seat can tell newcomers the stage's log."""
+        """Whether this seat can tell others the stage's log."""
         return self.reign is not None and not self.is_lost
 
     @property
@@ -281,10 +280,11 @@ class Member:
         if (present := self.work.open.get(number)) is not None and present.is_void:
             self.work.void(number)
 
-    def take_cut(self, cut: Cut, *, is_late: bool = True) -> None:
+    def take_cut(self, cut: Cut, shown: tuple[Committed, ...] = (), *, is_late: bool = True) -> None:
         """Be in a cut, or agree to be left out.
 
         Args:
+            shown: entries of other stages that are in its base, and not in that of the round's counts
             is_late: whether a seat that is not ready has had its time, so that it agrees
         """
         is_late |= self.is_behind and not self.work.brings(cut.round)
@@ -301,6 +301,8 @@ class Member:
             return
         own = next((part for part in cut.parts if part.seat == self.me), None)
         mine = self.part_of(cut.round)
+        newest = [each for each in shown if each.entry.cut.round == cut.round - 1 - self._context.lag]
+        agreed = [each.entry for each in newest if self._context.is_agreed(each)]
         if own is None:
             epoch = self._context.epoch_of(cut.epoch)
             was_slow = before is not None and self.me in before.seats and present.answer.said is None
@@ -309,7 +311,7 @@ class Member:
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
             if may_pass:
                 self._agree_to(cut, present)
-        elif mine is not None and self._is_sound(cut, mine, present):
+        elif mine is not None and self._is_sound(cut, mine, present) and cut.is_of(self.closes[cut.round].base, agreed):
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
 
     def _agree_to(self, cut: Cut, present: OpenRound) -> None:
@@ -398,7 +400,7 @@ class Member:
 
     def _replace_log(self, log: Log) -> None:
         self.work.give_up(self.log.next_round, log)
-        self.log = log
+        self.log, self.closes, self.granted = log, {}, None
 
     def begin_anew(self, restart: Restart) -> None:
         """Go back with the run: all that belonged to the time before is void."""
@@ -465,7 +467,7 @@ class Member:
 
     def head(self) -> Head:
         """Where the stage stands, for the leaders of others."""
-        told = self.log.committed[-1 - 2 * self._context.lag :]
+        told = self.log.committed[-2 - 2 * self._context.lag :]
         return Head(self.stage, that_fit(told, self._context.epoch_of))
 
     def entries(self) -> Entries:

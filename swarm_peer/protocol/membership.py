@@ -282,7 +282,7 @@ class Membership:
         own += [Join(self.me, epoch.id, stage, stage in self.prepared) for stage in sorted(self.desired - mine)]
         own += [Leave(self.me, epoch.id, stage) for stage in sorted(mine - (self.desired - self.resigned))]
         for stage in sorted(self.stuck & mine):
-            if (leader := epoch.leader(stage)) is not None and leader != self.me:
+            if (leader := epoch.leader(stage)) is not None:
                 own.append(Stuck(self.me, epoch.id, stage, leader))
         if self.desired and epoch.lost:
             own.append(Offer(self.me, epoch.id, *self.holds))

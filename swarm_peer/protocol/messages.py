@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.protocol.epochs import Certified
 from swarm_peer.protocol.grants import Grant, Wants
-from swarm_peer.protocol.log import Base, Blamed, Close, Committed, Cut, Done, Have, Name, Part, Pass
+from swarm_peer.protocol.log import Base, Blamed, Close, Committed, Cut, Done, EpochOf, Have, Name, Part, Pass
 from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, Seat, Signed, Wish
 
 # The wishes that make an epoch.
@@ -205,9 +206,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Cutting:
-    """The leader says who is in a round, and who brings what."""
+    """The leader says who is in a round, and who brings what.
+
+    Attributes:
+        shown: the entries of other stages that have taken the place of those that the round's counts were computed from
+    """
 
     cut: Cut
+    shown: tuple[Committed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,13 +245,34 @@ Rounds = Batches | Stages | Ready | Cutting | Said | Blame | Commit
 Body = Alive | Probe | Missing | Wanted | Prepare | Promise | Accept | Vote | Fetch | Recall | News | Rounds
 
 
+# A message of 1 MiB holds so many signed statements, and its receiver keeps so many past epochs that they are about.
+MAX_STATEMENTS = 1500
+MAX_EPOCHS = 32
+
+
+def that_fit(entries: Sequence[Committed], epoch_of: EpochOf) -> tuple[Committed, ...]:
+    """The newest of some entries: those that one message can hold, and whose epochs are known; at least one."""
+    told, epochs, num_statements = list[Committed](), set[EpochId](), 0
+    for committed in reversed(entries):
+        counts = [signed.body for signed in committed.close.counts]
+        cut = committed.entry.cut
+        num_statements += len(cut.brings) + len(committed.agreement) + sum(1 + len(each.receipts) for each in counts)
+        epochs |= {cut.epoch, *(each.epoch for each in counts)}
+        epochs |= {receipt.body.epoch for each in counts for receipt in each.receipts}
+        is_known = epoch_of(cut.epoch) is not None
+        if told and (num_statements > MAX_STATEMENTS or len(epochs) > MAX_EPOCHS or not is_known):
+            break
+        told.insert(0, committed)
+    return tuple(told)
+
+
 def epochs_in(body: Rounds) -> set[EpochId]:
     """The epochs that a message's statements are about."""
     entries, closes, cuts = tuple[Committed, ...](), list[Close](), set[EpochId]()
     match body:
         case Close():
             closes = [body]
-        case Cutting(cut):
+        case Cutting(cut, entries):
             cuts = {cut.epoch, *(signed.body.epoch for part in cut.parts for signed in part.given)}
         case Ready():
             cuts = {signed.body.epoch for signed in body.part.given}

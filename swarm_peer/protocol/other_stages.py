@@ -19,9 +19,9 @@ class OtherStages:
     def __init__(self, member: Member, context: RoundContext):
         self._member = member
         self._context = context
-        # Of each seat of another stage, the heads that it has told, by the round that began with them; each with the
-        # head of this stage that its entry was made from, in a tuple that is empty where it is not known.
-        self._told: dict[tuple[int, Seat], dict[int, tuple[str, Base]]] = {}
+        # Of each seat of another stage, the heads that it has told, by the round that began with them; each with its
+        # entry, where that was told.
+        self._told: dict[tuple[int, Seat], dict[int, tuple[str, Committed | None]]] = {}
         self._lacks: tuple[object, float] = (None, 0.0)
 
     def take(self, sender: Seat, head: Head) -> Committed | None:
@@ -32,10 +32,10 @@ class OtherStages:
             return None
         oldest = own.next_round - self._context.lag - 2
         told = self._told.setdefault((head.stage, sender), {})
-        made_from = {each.entry.cut.round + 1: each.entry.cut.base[own.stage :][:1] for each in head.committed}
+        entries = {each.entry.cut.round + 1: each for each in head.committed}
         for number, known in theirs.heads().items():
-            before, made = told.get(number, ("", ()))
-            told[number] = known, made_from.get(number, made if before == known else ())
+            before, entry = told.get(number, ("", None))
+            told[number] = known, entries.get(number, entry if before == known else None)
         near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
         self._told = {key: heads for key, heads in near.items() if heads}
         for committed in own.committed:
@@ -71,9 +71,19 @@ class OtherStages:
     def _told_by(self, stage: int, seat: Seat, number: int) -> str | None:
         """The head that a seat has told; None if that was made from another one than this stage has there."""
         log = self._member.log
-        head, made_from = self._told.get((stage, seat), {}).get(number, (None, ()))
+        head, entry = self._told.get((stage, seat), {}).get(number, (None, None))
         known = log.head_before(max(number - 1 - self._context.lag, log.restart.first_round))
-        return head if known is None or made_from in ((), (known,)) else None
+        is_ours = entry is None or known is None or entry.entry.cut.base[log.stage :][:1] == (known,)
+        return head if is_ours else None
+
+    def to_show(self, base: Base, counted: Base) -> tuple[Committed, ...] | None:
+        """The entries that are in a round's base, and not in that of its counts; None if they are not known."""
+        own, entries = self._member.log.stage, dict[str, Committed]()
+        for told in self._told.values():
+            entries |= {head: entry for head, entry in told.values() if entry is not None}
+        missing = [head for stage, head in enumerate(base) if stage != own and head not in counted[stage:][:1]]
+        found = tuple(entries[head] for head in missing if head in entries)
+        return found if len(found) == len(missing) else None
 
     def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose heads were not told for long, so that their members are asked."""

@@ -11,6 +11,7 @@ from swarm_peer.protocol.log import (
     Base,
     Blamed,
     Close,
+    Committed,
     Contribution,
     Cut,
     Done,
@@ -58,6 +59,11 @@ class RoundContext:
     sign: Sign
     timing: Timing
     last_step: int | None = None
+
+    def is_agreed(self, committed: Committed) -> bool:
+        """Whether an entry was committed, in an epoch that is known."""
+        epoch = self.epoch_of(committed.entry.cut.epoch)
+        return epoch is not None and committed.entry.is_agreed(committed.agreement, epoch)
 
     def decided_in(self, number: int) -> int:
         """The round whose entry holds what is computed in a round."""

@@ -111,11 +111,9 @@ class Mover:
             await anyio.sleep(context.resolved.manifest.limits.announcement_s / ANNOUNCEMENTS_PER_LIFETIME)
             await ways.lacks(replica.stage)
             serves = lifecycle.state is PeerState.SERVING and self.moving_to == UNDECIDED
-            if serves and (because := ways.gives_way(replica.stage)):
-                better = await self._better_stage(replica.stage)  # it serves while it looks for one
-                if await self._may_leave(replica):
-                    log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
-                    lifecycle.move(better)
+            if serves and (because := ways.gives_way(replica.stage)) and await self._may_leave(replica):
+                log.warning("gives_way stage=%d reason=%s", replica.stage, ways.in_words(because))
+                lifecycle.move(await self._better_stage(replica.stage))
             elif lifecycle.state is PeerState.JOINING and ways.lacks_for_long(replica.stage):
                 stage = await self._better_stage(replica.stage)
                 if stage is not None:

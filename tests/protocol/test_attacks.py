@@ -12,8 +12,6 @@ from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch
 from swarm_peer.protocol.heard_wishes import HeardWishes
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import (
-    MAX_EPOCHS,
-    MAX_STATEMENTS,
     Blamed,
     Close,
     Committed,
@@ -28,11 +26,22 @@ from swarm_peer.protocol.log import (
     Part,
     Pass,
     base_of,
-    that_fit,
 )
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
-from swarm_peer.protocol.messages import Blame, Counted, Cutting, Entries, Ready, Status, Timing, Wants
+from swarm_peer.protocol.messages import (
+    MAX_EPOCHS,
+    MAX_STATEMENTS,
+    Blame,
+    Counted,
+    Cutting,
+    Entries,
+    Ready,
+    Status,
+    Timing,
+    Wants,
+    that_fit,
+)
 from swarm_peer.protocol.patience import Waits
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed, Snapshot
 from swarm_peer.protocol.work import RoundContext

@@ -7,7 +7,7 @@ import pytest
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Blamed, Close, Contribution, HandedOver, Have, Name, Part, base_of
+from swarm_peer.protocol.log import Blamed, Close, Contribution, Done, HandedOver, Have, Name, Part, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Blame, Ready, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
@@ -34,6 +34,7 @@ def leader():
     member = Member(me=LEADS, stage=1, restart=BEGINNING, context=context)
     leader = Leader(member=member, reign=ID, context=context)
     leader.is_synced = True
+    member.closes[0] = Close(0, (Signed(Done(C, ID, 0, 0, 8, BASE), b""),))
     for seat in STAGE_1:
         part = Part(seat, (Contribution(Name(seat, 0), 2, (), BASE),))
         leader.take_ready(seat, Ready(1, 0, member.log.head, "", part), 0.0)
@@ -121,6 +122,7 @@ def test_a_leader_waits_for_most_tickets_even_where_it_is_not_patient_with_all(l
 
 def test_a_leader_does_not_wait_for_those_that_lack_much(leader):
     leader.round.number = 1
+    leader._member.closes[1] = leader._member.closes[0]
     for seat in (LIES, DIES):
         leader.round.far[seat] = 0.0
         del leader.round.ready[seat]

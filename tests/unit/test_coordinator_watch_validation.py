@@ -2,7 +2,7 @@
 
 from watched_runs import BOTH, VIEW, make_watch, peer, record, report, steps_of
 
-from coordinator.watch.run_watch import VALIDATION_WAIT_S, RunWatch
+from coordinator.watch.run_watch import LONGEST_VALIDATION_S, VALIDATION_WAIT_S, RunWatch
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.wire.records import Validation
 
@@ -86,10 +86,9 @@ def test_a_validation_is_not_waited_for_any_longer_once_the_next_round_is_over()
 
 def test_a_line_without_any_validation_comes_in_the_end():
     watch = make_watch(validation_every=1)
-    limit_s = 2 * watch.manifest.limits.hop_timeout_s
     watch.observe(VIEW, {"a": record(report(1))}, 0.0)
-    assert watch.observe(VIEW, {}, limit_s - 1) == []
-    [line] = watch.observe(VIEW, {}, limit_s)
+    assert watch.observe(VIEW, {}, LONGEST_VALIDATION_S - 1) == []
+    [line] = watch.observe(VIEW, {}, LONGEST_VALIDATION_S)
     assert "validation_loss" not in line
 
 

@@ -161,6 +161,7 @@ class StageClient:
         if microbatch.is_query:
             router, backoff = self._query_router, self._query_backoff
         tried: set[str] = set()
+        sent: set[Life] = set()
         failures = num_not_finite = 0
         backoff_s, reason, cause = FIRST_BACKOFF_S, "no try was made", ""
         while failures < self._manifest.limits.hop_tries:
@@ -189,7 +190,11 @@ class StageClient:
                 tried.clear()
                 continue
             peer = lives[route.peer_id]
-            until_done.callback(router.done, peer, microbatch.num_samples)
+            if peer in sent:  # it is outstanding there once, however often it is tried
+                router.done(peer, microbatch.num_samples)
+            else:
+                sent.add(peer)
+                until_done.callback(router.done, peer, microbatch.num_samples)
             try:
                 timeout_s = min(remaining_s, self.timeout_s)
                 result, samples_per_s = await self._call(peer, microbatch, hidden, timeout_s)

@@ -1,0 +1,136 @@
+"""Which of two logs of a stage holds: that of the later epoch, and who has told members another one leads no longer."""
+
+from dataclasses import replace
+
+import pytest
+
+from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place, next_epoch
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Close, Committed, Cut, Done, Entry, Have, Log, Part, base_of
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Entries, Timing
+from swarm_peer.protocol.statements import EpochId, Seat, Signed, Stuck
+from swarm_peer.protocol.work import RoundContext
+
+LEADS, MATE, OTHER, LATE = (Seat(name, 1, f"of {name}") for name in ("leads", "mate", "other", "late"))
+C = Seat("c", 1, "operator")
+OF_ALL = (LEADS, MATE, OTHER, LATE)
+RULES = RoundRules(num_stages=1, batch=8)
+CLOSE = Close(0, (Signed(Done(C, EpochId(1, C, 4), 0, 0, 8, ("head",)), b""),))
+
+
+def epoch_of(term, number, *seats):
+    places = (Place(COORDINATORS, C), *(Place(0, seat) for seat in seats))
+    return Epoch(EpochId(term, C, number), places, BEGINNING, (0,))
+
+
+BEFORE, OF_KEY, NOW = epoch_of(1, 4, *OF_ALL), epoch_of(2, 0, LATE), epoch_of(2, 1, *OF_ALL)
+CONTEXT = RoundContext(
+    num_stages=1, batch=8, unit=2, most=RULES.most, lag=0, averages=RULES.averages,
+    is_rooted=lambda number: False, fills=lambda close: True, believed=lambda counts: {},
+    epoch_of={each.id: each for each in (BEFORE, OF_KEY, NOW)}.get,
+    sign=lambda body: Signed(body, b""), timing=Timing(),
+)  # fmt: skip
+
+
+def entry(log, epoch, *seats):
+    cut = Cut(
+        stage=0, round=log.next_round, epoch=epoch.id, attempt=0, parent=log.head, root="", base=(log.head,),
+        averages=True, parts=tuple(Part(seat, ()) for seat in seats),
+    )  # fmt: skip
+    agreement = tuple(Signed(Have(seat, epoch.id, cut.hash, "digest"), b"") for seat in seats)
+    return Committed(Entry(cut, "digest"), agreement, Close(cut.round, CLOSE.counts))
+
+
+def log_of(*epochs):
+    """A log with an entry of each epoch, all of whose members have signed."""
+    log = Log(0, BEGINNING)
+    for epoch in epochs:
+        log.append(entry(log, epoch, *epoch.roster(0)))
+    return log
+
+
+OLDER, NEWER = log_of(*[BEFORE] * 6), log_of(BEFORE, BEFORE, OF_KEY)
+
+
+def member(seat, log):
+    return Member(me=seat, stage=0, restart=BEGINNING, context=CONTEXT, log=log, state=log.head)
+
+
+@pytest.fixture
+def members():
+    logs = {LEADS: OLDER, MATE: OLDER, OTHER: OLDER, LATE: NEWER}
+    return {seat: member(seat, Log(0, BEGINNING, log.committed)) for seat, log in logs.items()}
+
+
+def leader_of(members, *early):
+    """The leader, after it has heard of some where they stand, and has told all the log; returns what it told."""
+    leader = Leader(member=members[LEADS], reign=NOW.id, context=CONTEXT)
+    leader.tick(0.0, NOW, True)
+    for seat in early:
+        leader.take_status(seat, members[seat].status(), 0.0)
+    told = leader.tick(Timing().status_s + 0.1, NOW, True)
+    for body in told:
+        for each in members.values():
+            each.take_entries(body)
+    return leader
+
+
+def test_of_two_logs_that_a_leader_hears_of_that_of_the_later_epoch_holds(members):
+    leader = leader_of(members, MATE, OTHER, LATE)
+    assert leader.is_synced
+    assert {each.log.head for each in members.values()} == {NEWER.head}
+
+
+def test_a_leader_that_hears_of_a_newer_log_too_late_keeps_its_own_and_leads_no_longer(members):
+    leader = leader_of(members, MATE, OTHER)
+    assert members[LATE].reign is None, "it does not give up what it has"
+    told = leader.take_status(LATE, members[LATE].status(), 5.0)
+    members[MATE].take_entries(told)
+    assert [members[seat].log.head for seat in (LEADS, MATE)] == [OLDER.head] * 2, "one history under one reign"
+    assert leader.resigns
+    after = next_epoch(NOW, [Stuck(LEADS, NOW.id, 0, LEADS)], RULES)
+    assert after.roster(0) == (MATE, OTHER, LATE, LEADS)
+
+
+def test_a_leader_follows_a_log_that_goes_on_from_its_own_however_late(members):
+    members[LATE] = member(LATE, log_of(*[BEFORE] * 7))
+    leader = leader_of(members, MATE, OTHER)
+    leader.take_status(LATE, members[LATE].status(), 5.0)
+    assert members[LEADS].log.head == members[LATE].log.head
+    assert not leader.resigns
+
+
+def test_a_log_of_older_epochs_is_none_unless_an_entry_of_a_later_one_follows(members):
+    late = members[LATE]
+    late.take_entries(Entries(0, NOW.id, OLDER.committed, None))
+    assert late.log.head == NEWER.head
+    followed = log_of(*[BEFORE] * 6, NOW)
+    late.take_entries(Entries(0, NOW.id, followed.committed, None))
+    assert late.log.head == followed.head
+
+
+def test_what_has_closed_a_round_of_a_log_closes_none_of_another(members):
+    late = members[LATE]
+    late.closes[3] = Close(3, CLOSE.counts)
+    late.take_entries(Entries(0, NOW.id, log_of(BEFORE, BEFORE, BEFORE, NOW).committed[:3], None))
+    assert 3 in late.closes, "an older log changes nothing"
+    late.take_entries(Entries(0, NOW.id, log_of(BEFORE, BEFORE, NOW).committed, None))
+    assert late.log.next_round == 3
+    assert not late.closes
+
+
+def test_a_cut_of_other_heads_than_were_counted_is_signed_only_if_their_entries_are_shown():
+    cut = entry(Log(0, BEGINNING), BEFORE, LEADS, MATE).entry.cut
+    assert cut.base == (base_of(0, BEGINNING),)
+    other = entry(Log(1, BEGINNING), BEFORE, LEADS).entry
+    counted = (cut.base[0], "head of stage 1")
+    for base, shown, is_of in (
+        (counted, [], True),
+        ((cut.base[0], "made up"), [], False),
+        ((cut.base[0], other.hash), [], False),
+    ):
+        assert replace(cut, base=base).is_of(counted, shown) == is_of
+    shown = Entry(replace(other.cut, stage=1), other.digest)
+    assert replace(cut, base=(cut.base[0], shown.hash)).is_of(counted, [shown])
