@@ -169,7 +169,7 @@ def train_swarm(pair: Pair, folder: Path, threads: int) -> dict[str, Any]:
     run = run_swarm(manifest, [2] * NUM_STAGES, folder, RUN_TIMEOUT_S, script=killer)
     seconds = round(time.monotonic() - started)
     write_samples(folder / "samples.safetensors", run, manifest)
-    last = next(line for line in reversed(run.lines) if "validation_loss" in line)
+    last: Mapping[str, Any] = next((line for line in reversed(run.lines) if "validation_loss" in line), {})
     recorded = [sum(map(len, run.counted[line["round"]])) for line in run.lines]
     return {
         "chats": num_chats,
@@ -177,9 +177,8 @@ def train_swarm(pair: Pair, folder: Path, threads: int) -> dict[str, Any]:
         "steps": len(run.lines),
         "samples": sum(line["samples"] for line in run.lines),
         "samples_recorded": sum(recorded),
-        "validation_step": last["optimizer_step"],
-        "validation_samples": last["validation_samples"],
-        "validation_loss": last["validation_loss"],
+        **{f"validation_{name}": last.get(f"validation_{name}") for name in ("samples", "loss")},
+        "validation_step": last.get("optimizer_step"),
         "losses": [line["loss"] for line in run.lines],
         "seconds": seconds,
     }
@@ -243,8 +242,8 @@ def row(pair: Pair, found: Mapping[str, Mapping[str, Any]]) -> tuple[float, str]
         *(f"{loss:.4f}" for loss in (one["validation_before"], one["validation_loss"])),
         f"{found['exported']['validation_loss']:.4f}",
         f"{difference:+.2%}",
-        # Where a peer has just come, its share of the held-out samples may be missing.
-        f"{swarm['validation_loss']:.4f} ({swarm['validation_samples']} samples)",
+        # Where a peer has just come, its share of the held-out samples may be missing; and so may a step's validation.
+        f"{swarm['validation_loss']} ({swarm['validation_samples']} samples, step {swarm['validation_step']})",
         *(str(each["seconds"]) for each in (swarm, one)),
     )
     return difference, f"| {' | '.join(cells)} |"
