@@ -87,6 +87,8 @@ def test_a_missing_stage_a_wrong_run_another_manifest_and_an_early_end(tmp_path:
     wait_for(lambda: "serving stage=" in processes.log("member"), "the peer's serving")
     known = tmp_path / "out" / "peers"
     wait_for(known.exists, "the coordinator's knowledge of its peer")
+    events = tmp_path / "out" / "events.jsonl"
+    wait_for(lambda: events.exists() and '"joined"' in events.read_text(), "the coordinator's sight of its peer")
     back = (*COORDINATOR, "serve", str(config), "--output", str(tmp_path / "out"))
     assert processes.run("twice", *back, *options[:2]) == 2
     assert "another program trains into" in processes.log("twice").splitlines()[-1]
