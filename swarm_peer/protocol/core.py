@@ -253,12 +253,10 @@ class Core:
 
     def _is_stuck(self, stage: int, now_s: float) -> bool:
         """Whether the leader of a stage has had its member here wait for long, or resigns, where it is this peer."""
-        if (own := self.leaders.get(stage)) is not None:
-            return own.resigns
-        leader = self.epoch.leader(stage)
+        leader, own = self.epoch.leader(stage), self.leaders.get(stage)
         if (waits := self._waits.get(stage)) is None or waits.leader != leader:
             waits = self._waits[stage] = Waits(now_s, leader)
-        return waits.look(now_s, self.members[stage], self.membership.timing)
+        return own.resigns if own else waits.look(now_s, self.members[stage], self.membership.timing)
 
     # --- what follows from an epoch
 

@@ -38,14 +38,14 @@ class OtherStages:
             told[number] = known, entries.get(number, entry if before == known else None)
         near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
         self._told = {key: heads for key, heads in near.items() if heads}
-        for committed in own.committed:
-            if theirs.is_contradicted(committed.entry, self._context.lag):
+        lag = self._context.lag
+        for committed in reversed(own.committed):
+            cut = committed.entry.cut
+            if is_lacking(theirs, cut.base[head.stage], cut.round - lag) or theirs.is_contradicted(
+                committed.entry, lag
+            ):
                 return committed
-        if own.is_empty:
-            return None
-        cut = own.committed[-1].entry.cut
-        is_lost = is_lacking(theirs, cut.base[head.stage], cut.round - self._context.lag)
-        return own.committed[-1] if is_lost else None
+        return None
 
     def base(self, number: int, epoch: Epoch) -> Base | None:
         """The heads that a round is computed from; None before they are known of all stages."""
