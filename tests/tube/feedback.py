@@ -15,7 +15,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from invariants import Invariants
+from hosts import Host
+from invariants import Invariants, members_of
 from loop import HOST
 from records import Place
 from wrapping import after, around
@@ -27,6 +28,7 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Cut, Entry
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Seat
+from swarm_peer.runtime.replica import Replica
 from swarm_peer.runtime.step.cut_averager import CutAverager
 from swarm_peer.runtime.step.driver import RoundDriver
 
@@ -41,11 +43,13 @@ class Tried:
     """One try of a cut's average at one seat.
 
     Attributes:
+        host: of the seat
         begun: of which `after` grows until the average is made
         drops: how often the seat had told by then that it has lost what was left over
         brought: its values, once they are known
     """
 
+    host: Host
     begun: Try
     drops: float
     brought: torch.Tensor | None = None
@@ -61,6 +65,7 @@ class FeedbackInvariants(Invariants):
         # What entries have left over at their members, as it was when they came to be; and their averages.
         self._left: dict[Place, dict[Seat, torch.Tensor]] = {}
         self._averages: dict[Place, torch.Tensor] = {}
+        self._former: set[tuple[int, Seat]] = set()  # stages with seats that have left them in order
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -69,6 +74,7 @@ class FeedbackInvariants(Invariants):
             stack.enter_context(patch.object(sparse.TOPK_2BIT, "_kept", KEPT))
             stack.enter_context(around(CutAverager, "_try", self._trying))
             stack.enter_context(after(Try, "bring", self._brought))
+            stack.enter_context(around(Replica, "close", self._closing))
             yield
 
     # --- what a seat brings
@@ -76,20 +82,35 @@ class FeedbackInvariants(Invariants):
     def _trying(self, call: Any, averager: CutAverager, cut: Cut) -> Try:
         begun: Try = call(cut)
         host, stage = HOST.get(), averager._stage
-        tried = Tried(begun, host.metrics.leftovers_dropped._value.get())
+        tried = Tried(host, begun, _drops(host))
+        self._former.discard((stage, host.seat))
         self._tries[stage, host.seat, cut.hash] = self._of_try[id(begun)] = tried
         newest = self._newest_with(stage, cut.parent, host.seat)
         left = None if newest is None else self._left[stage, newest.hash][host.seat]
         if _is_nothing(begun.before):
-            is_told = newest is None or self._tries[stage, host.seat, newest.cut.hash].drops < tried.drops
-            if not (_is_nothing(left) or is_told):
-                self.tube.violation(f"{host} brings nothing of what {self._of(stage, newest)} has left over, untold")
+            self._check_told(host, stage, newest)
         elif left is None or not torch.equal(begun.before, left):
-            self.tube.violation(
-                f"{host} brings to round {cut.round} of stage {stage} what was not left over by "
-                f"{self._of(stage, newest)}, the newest average that it was in"
-            )
+            source = "any average since the run began" if newest is None else self._said((stage, newest.hash))
+            self.tube.violation(f"{host} brings to round {cut.round} of {stage} what is not left over from {source}")
         return begun
+
+    async def _closing(self, call: Any, replica: Replica) -> None:
+        """A peer has left a stage: nothing of what it had left over is sent any more."""
+        await call()
+        host, stage = HOST.get(), replica.stage
+        if self.tube.is_over or stage in members_of(host):  # those who vote did not answer it
+            return
+        self._former.add((stage, host.seat))
+        entries = [place for place, left in self._left.items() if place[0] == stage and host.seat in left]
+        self._check_told(host, stage, self.records.entries[entries[-1]] if entries else None)
+
+    def _check_told(self, host: Host, stage: int, entry: Entry | None) -> None:
+        """What an average has left over at a peer is lost: the peer has told so since."""
+        if entry is None or _is_nothing(self._left[stage, entry.hash][host.seat]):
+            return
+        if _drops(host) <= self._tries[stage, host.seat, entry.cut.hash].drops:
+            said = self._said((stage, entry.hash))
+            self.tube.violation(f"{host} has lost what {said} has left over, and has not told so")
 
     def _newest_with(self, stage: int, head: str, seat: Seat) -> Entry | None:
         """The newest average with a seat, of the entries up to one since the run last began or began anew."""
@@ -98,9 +119,6 @@ class FeedbackInvariants(Invariants):
                 return entry
             head = entry.cut.parent
         return None
-
-    def _of(self, stage: int, entry: Entry | None) -> str:
-        return "nothing" if entry is None else self._said((stage, entry.hash))
 
     def _brought(self, begun: Try, values: torch.Tensor, _: int) -> None:
         self._of_try[id(begun)].brought = values.clone()
@@ -116,9 +134,14 @@ class FeedbackInvariants(Invariants):
         self._left[place] = {seat: tried.begun.after.clone() for seat, tried in tries.items()}
         self._averages[place], expected = self._average_of(cut, tries)
         for seat, left in self._left[place].items():
+            host = tries[seat].host
+            if (member.stage, seat) in self._former:
+                self._check_told(host, member.stage, committed.entry)
             if not torch.equal(left, expected[seat]):
                 error = float((left - expected[seat]).abs().max())
-                self.tube.violation(f"{seat} has left over other values than one process, by {error:.2g}: {cut.round}")
+                self.tube.violation(
+                    f"{host} has left over other values than one process, by {error:.2g}: {self._said(place)}"
+                )
 
     def _average_of(self, cut: Cut, tries: dict[Seat, Tried]) -> tuple[torch.Tensor, dict[Seat, torch.Tensor]]:
         """The average of one process, and what it leaves over at each member."""
@@ -151,6 +174,11 @@ class FeedbackInvariants(Invariants):
         parts = torch.split(change.float(), [gradient.numel() for gradient in gradients])
         sent = [gradient + part.view_as(gradient) for gradient, part in zip(gradients, parts, strict=True)]
         super()._compare(place, entry, restart, sent)
+
+
+def _drops(host: Host) -> float:
+    dropped: float = host.metrics.leftovers_dropped._value.get()
+    return dropped
 
 
 def _values(leftover: torch.Tensor | None, zeros: torch.Tensor) -> torch.Tensor:
