@@ -81,17 +81,18 @@ class FeedbackInvariants(Invariants):
 
     def _trying(self, call: Any, averager: CutAverager, cut: Cut) -> Try:
         begun: Try = call(cut)
-        host, stage = HOST.get(), averager._stage
-        tried = Tried(host, begun, _drops(host))
-        self._former.discard((stage, host.seat))
-        self._tries[stage, host.seat, cut.hash] = self._of_try[id(begun)] = tried
-        newest = self._newest_with(stage, cut.parent, host.seat)
-        left = None if newest is None else self._left[stage, newest.hash][host.seat]
-        if _is_nothing(begun.before):
+        host, stage, seat = HOST.get(), averager._stage, HOST.get().seat
+        self._tries[stage, seat, cut.hash] = self._of_try[id(begun)] = Tried(host, begun, _drops(host))
+        self._former.discard((stage, seat))
+        newest = self._newest_with(stage, cut.parent, seat)
+        left = None if newest is None else self._left[stage, newest.hash][seat]
+        if begun.before is None or not begun.before.any():
             self._check_told(host, stage, newest)
         elif left is None or not torch.equal(begun.before, left):
             source = "any average since the run began" if newest is None else self._said((stage, newest.hash))
-            self.tube.violation(f"{host} brings to round {cut.round} of {stage} what is not left over from {source}")
+            self.tube.violation(
+                f"{host} brings to round {cut.round} of stage {stage} other than is left over from {source}"
+            )
         return begun
 
     async def _closing(self, call: Any, replica: Replica) -> None:
@@ -106,7 +107,8 @@ class FeedbackInvariants(Invariants):
 
     def _check_told(self, host: Host, stage: int, entry: Entry | None) -> None:
         """What an average has left over at a peer is lost: the peer has told so since."""
-        if entry is None or _is_nothing(self._left[stage, entry.hash][host.seat]):
+        assert host.seat is not None, "it has had a place"
+        if entry is None or not self._left[stage, entry.hash][host.seat].any():
             return
         if _drops(host) <= self._tries[stage, host.seat, entry.cut.hash].drops:
             said = self._said((stage, entry.hash))
@@ -183,7 +185,3 @@ def _drops(host: Host) -> float:
 
 def _values(leftover: torch.Tensor | None, zeros: torch.Tensor) -> torch.Tensor:
     return zeros if leftover is None else leftover
-
-
-def _is_nothing(leftover: torch.Tensor | None) -> bool:
-    return leftover is None or not bool(leftover.any())
