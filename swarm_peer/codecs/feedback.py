@@ -67,8 +67,9 @@ class ErrorFeedback:
 
     @property
     def norm(self) -> float:
-        """Of the leftover."""
-        return 0.0 if self._leftover is None else float(self._leftover.norm())
+        """The largest that the leftover may have: its own, or that of a try that may be in an entry by now."""
+        leftovers = [self._leftover, *(tried.after for _, tried in self._tries.values())]
+        return max(0.0 if each is None else float(each.norm()) for each in leftovers)
 
     def begin_try(self, cut: str, round_number: int, codec: str) -> Try:
         """Begin a try of a cut's average, before anything of it is sent."""

@@ -131,7 +131,8 @@ def seeds(
         mode: of averaging, if it is not synchronous: periodic, delayed, eager (delayed with eager updates); or short
             (synchronous, with a text that the run passes over more than once), or finish, finish-delayed or
             finish-periodic (a run that comes to its last step), or lost, lost-delayed or lost-periodic (stages lose all
-            their peers time and again)
+            their peers time and again), or adapters (on a frozen base), or feedback (averages of few bits, whose losses
+            are brought to later ones)
         often: a kind of fault that is drawn far more often than else
         each_mode: so many seeds more in each of these modes
         quick: in place of `first` and `count`, some ten seeds in which all kinds of faults strike

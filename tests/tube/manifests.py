@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from adapters import ADAPTER, base_of
+from feedback import FEW_BITS
 from finish import num_steps
 from small import max_in_flight
 
@@ -28,7 +29,7 @@ CONFIG: dict[str, Any] = {
 # The mode of averaging that other modes of the tube have.
 AVERAGING = {
     "eager": "delayed",
-    **dict.fromkeys(("short", "finish", "lost", "liar", "adapters"), "synchronous"),
+    **dict.fromkeys(("short", "finish", "lost", "liar", "adapters", "feedback"), "synchronous"),
 }
 
 
@@ -66,7 +67,8 @@ def make_manifest(stages: int, mode: str, seed: str) -> RunManifest:
                 "round_timeout_s": 15.0,
                 "chunk_timeout_s": 4.0,
                 "compare_weights_every": 5,
-            },
+            }
+            | (FEW_BITS if mode == "feedback" else {}),
             "recovery": {"snapshot_every": snapshot_every},
         }
     )

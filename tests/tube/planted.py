@@ -28,6 +28,7 @@ import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.chunks as chunks_module
 import swarm_peer.runtime.step.averaging as averaging_module
 from coordinator.checkpoints.writer import CheckpointWriter
+from swarm_peer.codecs.feedback import ErrorFeedback, Try
 from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.policy.view import PeerState
 from swarm_peer.protocol.epochs import Epoch
@@ -48,6 +49,7 @@ from swarm_peer.runtime.stage.round_work import RoundWork
 from swarm_peer.runtime.state.snapshots import SnapshotKeeper
 from swarm_peer.runtime.state.states import StageSources
 from swarm_peer.runtime.step.all_reduce import AllReduce, Brought
+from swarm_peer.runtime.step.cut_averager import CutAverager
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.round_reports import RoundReports
 from swarm_peer.runtime.step.workplace import StageWorkplace
@@ -186,6 +188,57 @@ def partial_average_applied() -> Any:
         averaging_round._changed.notify()
 
     return _wrapped(AllReduce, "fail", fail)
+
+
+# --- what averages of few bits leave over (`--mode feedback`)
+
+
+@defect
+def leftover_kept_over_going_back() -> Any:
+    """What averages have left over stays as the run goes back, or another log takes the place of a seat's own."""
+
+    def begin(averager: Any, restart: Any) -> None:
+        averager._restart = restart
+
+    return patch.object(CutAverager, "begin", begin)
+
+
+@defect
+def leftover_brought_twice() -> Any:
+    """What a seat has brought to an average is left over once more, beside what that average loses."""
+
+    def bring(original: Any, tried: Any, values: Any, weight: int) -> None:
+        original(tried, values, weight)
+        if tried.before is not None:
+            tried.after.add_(tried.before)
+
+    return _wrapped(Try, "bring", bring)
+
+
+@defect
+def failed_try_settled() -> Any:
+    """What a try leaves over is the seat's as soon as it has begun, also if the try fails or its cut is no entry."""
+
+    def begin_try(original: Any, feedback: Any, *about: Any) -> Any:
+        begun = original(feedback, *about)
+        feedback._leftover = begun.after
+        return begun
+
+    return _wrapped(ErrorFeedback, "begin_try", begin_try)
+
+
+@defect
+def sum_in_another_order() -> Any:
+    """One member adds what the others bring in another order than they do."""
+
+    def mean(original: Any, averaging_round: Any, *about: Any) -> Any:
+        weights = averaging_round._weights
+        if averaging_round._me != min(weights):
+            return original(averaging_round, *about)
+        with patch.object(averaging_round, "_weights", dict(reversed(weights.items()))):
+            return original(averaging_round, *about)
+
+    return _wrapped(AllReduce, "_mean", mean)
 
 
 # --- slices

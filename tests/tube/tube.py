@@ -20,6 +20,7 @@ from adapters import AdapterInvariants
 from calm import ROUNDS_TO_LEARN, ROUNDS_TOGETHER, check_calm, check_lost, has_checkpoint, newest_of_all
 from eager import EagerInvariants
 from faults import KINDS, may_stay, serving
+from feedback import FeedbackInvariants
 from finish import FinishInvariants, FinishPeriodicInvariants
 from honest import HonestInvariants
 from hosted import run_coordinator, run_peer, run_stranger
@@ -71,6 +72,7 @@ WATCHES: dict[str, type[Invariants]] = {
     "delayed": Invariants,
     "eager": EagerInvariants,
     "adapters": AdapterInvariants,
+    "feedback": FeedbackInvariants,
     "short": ShortInvariants,
     "finish": FinishInvariants,
     "finish-delayed": FinishInvariants,

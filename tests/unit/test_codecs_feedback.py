@@ -267,6 +267,15 @@ def test_a_newcomer_has_nothing_left_over_and_entries_from_before_take_nothing()
     assert values.tolist() == [2.0] * 3
 
 
+def test_a_try_that_may_be_in_an_entry_counts_for_the_norm():
+    feedback = ErrorFeedback(4)
+    assert feedback.norm == 0
+    tried(feedback, "first", 0, 1.0)
+    assert feedback.norm == 2
+    feedback.settle("of others", 0, is_member=False)
+    assert feedback.norm == 0
+
+
 def test_dropping_forgets_tries_as_well():
     feedback = settled()
     tried(feedback, "second", 1, 5.0)

@@ -205,6 +205,8 @@ class RoundDriver:
         if (former := self._served) is not None:
             former.work.give_up(former.log.next_round)
             self._tell_lost()
+            if not former.work.is_over(former.log):  # until now, averages took what earlier ones had left over
+                self._averager.begin(former.log.restart)
         self._served = None
 
     async def _begin(self) -> None:
@@ -428,7 +430,6 @@ class RoundDriver:
                     await self._empty(member, present)
                     await self._hold(member, number)
             self._lost(member.work.lost)  # what is given later on is not
-            self._averager.begin(member.log.restart)  # what averages have left over is not handed over
             held = member.to_hand_over()
             for contribution in held:
                 if contribution.name.seat == member.me and contribution.name not in self.gradients.names:
