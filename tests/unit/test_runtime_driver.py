@@ -572,6 +572,7 @@ def test_a_seat_that_has_another_place_before_its_driver_looks_tells_what_the_fi
         driver, told = told_by(core)
         driver._weights, driver._served = (BEGINNING, "old"), former
         former.work = SimpleNamespace(lost=[], give_up=lambda number: former.work.lost.append(number))
+        former.work.is_over = lambda log: True
         assert not driver._is_other(core, BEGINNING)
         assert driver._is_other(former, BEGINNING)
         assert driver._next() == driver._leave_place

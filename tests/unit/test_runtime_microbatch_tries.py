@@ -17,16 +17,16 @@ async def test_a_peer_in_a_new_life_is_not_avoided_for_what_its_former_one_did(s
     first, last = pair
     await swarm.add("c", 1)
     swarm.network.fault(op="microbatch", to=last.peer_id, fail=CallTimeout("stalled"))
-    for seed in range(3):
+    for seed in range(10):
         await first.run(make_microbatch(seed))
     assert first.next_stage._backoff.avoided(0.0) == {Life(last.peer_id)}
     if is_gone_for_a_while:
         swarm.peers.remove(last)
-        await first.run(make_microbatch(3))
+        await first.run(make_microbatch(10))
         swarm.peers.append(last)
     assert last.trainer.num_samples == 0
     last.incarnation = 7
-    for seed in range(4, 8):
+    for seed in range(11, 20):
         await first.run(make_microbatch(seed))
     assert last.trainer.num_samples > 0
 
