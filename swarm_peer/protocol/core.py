@@ -433,7 +433,7 @@ class Core:
         said = leader.tick(now_s, self.epoch, self.membership.has_lease(now_s))
         for own in said:
             if isinstance(own, Cutting):
-                member.take_cut(own.cut)
+                member.take_cut(own.cut, own.shown)
             elif isinstance(own, Begin):
                 member.take_base(own.round, own.base, own.is_rooted)
         before, self._spoken[stage] = self._spoken.get(stage, []), list(said)
