@@ -177,8 +177,9 @@ def train_swarm(pair: Pair, folder: Path, threads: int) -> dict[str, Any]:
         "steps": len(run.lines),
         "samples": sum(line["samples"] for line in run.lines),
         "samples_recorded": sum(recorded),
-        **{f"validation_{name}": last.get(f"validation_{name}") for name in ("samples", "loss")},
         "validation_step": last.get("optimizer_step"),
+        "validation_samples": last.get("validation_samples"),
+        "validation_loss": last.get("validation_loss"),
         "losses": [line["loss"] for line in run.lines],
         "seconds": seconds,
     }

@@ -13,10 +13,10 @@ from swarm_peer.policy.standstill import Standstill, find_divergence, find_stand
 from swarm_peer.policy.view import PeerView, SwarmView
 from swarm_peer.wire.records import CoordinationRecord, ProgressRecord, RoundReport, Validation
 
-# The shares of a validation come from several peers, one after the other. A line waits so long for those of peers that
-# are gone, or have gone on to the next round.
+# The shares of a validation come from several peers, one after the other. A line waits so long for the shares of peers
+# that are gone, or that have ended the next round by now.
 VALIDATION_WAIT_S = 20.0
-# The longest wait for those of the others. At the run's end nothing else comes after it.
+# For the shares of peers that may still validate, a line waits so long. The run's end waits for its last line.
 LONGEST_VALIDATION_S = 120.0
 # Older lines are in metrics.jsonl alone.
 LINES_KEPT = 1024
@@ -32,7 +32,7 @@ class RunWatch:
     """Merges what stage-0 peers report, as far as the run's other peers bear it out (policy/run_progress.py).
 
     Args:
-        waits: whether a step's line waits for the validation of its weights, and not so where somebody looks only once
+        waits: whether a step's line waits for the validation of its weights; False for who looks only once
 
     Attributes:
         view: the peers as they were seen last

@@ -173,8 +173,9 @@ class Router:
             return Route(None, "no peer serves the stage" if not known else f"all {known} peers are to be avoided")
         speeds = {peer_id: self._speed(self._candidates[peer_id]) for peer_id in allowed}
         own = [peer_id for peer_id in allowed if self._candidates[peer_id].part and carried(peer_id) >= speeds[peer_id]]
+        if not own:
+            speeds = {peer_id: min(speeds[peer_id], carried(peer_id)) for peer_id in allowed}
         allowed = own or allowed
-        speeds = {peer_id: min(speeds[peer_id], carried(peer_id)) for peer_id in allowed}
 
         def finish_s(peer_id: str) -> float:
             return (self._candidates[peer_id].num_outstanding + num_samples) / speeds[peer_id]

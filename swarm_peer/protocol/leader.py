@@ -213,7 +213,7 @@ class Leader:
         return self.others.asks(self._member.log.next_round, epoch, now_s) if self.is_synced else []
 
     def take_head(self, sender: Seat, head: Head) -> Committed | None:
-        """Note where another stage stands. Returns the newest entry of this one, if entries seem to be gone there."""
+        """Note where another stage stands. Returns an entry of this one that shows that entries are gone there."""
         found = self.others.take(sender, head)
         for committed in head.committed:
             self.take_evidence(committed)

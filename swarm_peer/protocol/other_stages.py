@@ -40,10 +40,8 @@ class OtherStages:
         self._told = {key: heads for key, heads in near.items() if heads}
         lag = self._context.lag
         for committed in reversed(own.committed):
-            cut = committed.entry.cut
-            if is_lacking(theirs, cut.base[head.stage], cut.round - lag) or theirs.is_contradicted(
-                committed.entry, lag
-            ):
+            cut, is_void = committed.entry.cut, theirs.is_contradicted(committed.entry, lag)
+            if is_void or is_lacking(theirs, cut.base[head.stage], cut.round - lag):
                 return committed
         return None
 
