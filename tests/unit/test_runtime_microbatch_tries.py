@@ -83,6 +83,17 @@ async def test_a_busy_peer_is_passed_over_and_not_blamed(swarm):
     assert called == {peer.peer_id for peer in [*full, free]}
 
 
+async def test_a_microbatch_is_outstanding_once_at_a_peer_however_often_it_is_tried_there(swarm):
+    first = await swarm.add("a", 0)
+    full = await swarm.add("b", 1, capacity=0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(first.run, make_microbatch(0))
+        await until(lambda: first.metric("retries", "busy") >= 3)
+        assert first.next_stage._router._candidates[full.peer_id].num_outstanding == SAMPLES
+        tasks.cancel_scope.cancel()
+    assert first.next_stage._router._candidates[full.peer_id].num_outstanding == 0
+
+
 async def test_a_busy_peer_is_not_asked_again_for_the_same_microbatch(swarm):
     first = await swarm.add("a", 0)
     full = await swarm.add("b", 1, capacity=0, speed=1000.0)
