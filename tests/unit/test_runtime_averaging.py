@@ -7,7 +7,7 @@ import functools
 import gc
 import random
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from swarm_peer.config import AveragingSection
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.network.transport import Reply
 from swarm_peer.runtime.step import all_reduce, averaging, hivemind_all_reduce
-from swarm_peer.runtime.step.all_reduce import FEWEST_IN_FLIGHT, MOST_IN_FLIGHT
+from swarm_peer.runtime.step.all_reduce import FEWEST_IN_FLIGHT, MOST_IN_FLIGHT, AllReduce, Brought
 from swarm_peer.runtime.step.averaging import AveragingFailed, GradientAverager
 from swarm_peer.wire.codecs import bytes_of, encoded_bytes
 from swarm_peer.wire.identity import Identity
@@ -314,6 +314,59 @@ async def test_an_average_that_does_not_fit_fails_the_round(members: Members, ta
     members.network.fault(op="average_part", to=members.ids[0], tamper=tamper)
     outcomes = await members.average(0, [0, 1, 2])
     assert any(reason in outcome for outcome in outcomes if isinstance(outcome, str)), outcomes
+
+
+class CountingThreads:
+    """Threads that are none, and what was to run in them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def run(self, function: Callable[..., Any], *args: object, abandon_on_cancel: bool = False) -> Any:
+        self.asked.append(function.__name__)
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        return function(*args)
+
+    def start(self, target: Callable[[], None], name: str) -> Callable[[float], None]:
+        raise NotImplementedError
+
+
+async def test_a_part_that_comes_while_a_failed_round_ends_starts_no_average() -> None:
+    """anyio may never cancel what starts in a group that ends, and the round would not end then."""
+    is_ending, may_end = anyio.Event(), anyio.Event()
+
+    async def send(member: str, group: bytes, part: int, data: memoryview) -> memoryview:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                is_ending.set()
+                await may_end.wait()
+
+    threads = CountingThreads()
+    brought = Brought(values=torch.ones(8), weights={"a": 1.0, "b": 1.0}, total=2.0, codec="none")
+    ending = AllReduce(group=b"group", brought=brought, timeout_s=60, threads=threads, me="a", send=send)
+    outcomes = []
+
+    async def run() -> None:
+        outcomes.append(await ending.run(60))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await anyio.wait_all_tasks_blocked()
+        ending.fail("b is gone", "b")
+        await is_ending.wait()
+        tasks.start_soon(expect_not_serving, ending.take("b", 0, (bytes_of(torch.ones(4)),)))
+        with anyio.move_on_after(1):
+            await anyio.wait_all_tasks_blocked()
+        may_end.set()
+    assert "_mean" not in threads.asked
+    assert outcomes == ["b is gone"]
+
+
+async def expect_not_serving(part: Awaitable[memoryview]) -> None:
+    with pytest.raises(NotServing, match="b is gone"):
+        await part
 
 
 async def open_round(members: Members, tasks: anyio.abc.TaskGroup) -> tuple[bytes, list[list[torch.Tensor] | str]]:

@@ -276,7 +276,7 @@ class Agreement:
             self._start_delivering(peer)
 
     def _start_delivering(self, peer: str) -> None:
-        if self._tasks is not None and peer not in self._delivering:
+        if self._tasks is not None and not self._tasks.cancel_scope.cancel_called and peer not in self._delivering:
             self._delivering.add(peer)
             self._tasks.start_soon(self._deliver, peer)
 

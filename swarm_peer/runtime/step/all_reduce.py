@@ -147,12 +147,16 @@ class AllReduce(AveragingRound):
                         tasks.start_soon(self._expect, member)
                     for number in range(len(self._own)):
                         self._average_if_whole(number)
-                    await self._changed.wait_for(lambda: self._failure is not None or not self._num_left)
+                    try:
+                        await self._changed.wait_for(lambda: self._failure is not None or not self._num_left)
+                    finally:
+                        # A part that comes now starts nothing: anyio may never cancel what starts in a group that ends.
+                        self._tasks = None
                     tasks.cancel_scope.cancel()
             if in_time.cancelled_caught:
                 self.fail(f"not done within {timeout_s:.0f} s")
         finally:
-            self._over, self._tasks = True, None
+            self._over = True
             self._changed.notify()
             self._arrived.clear()
         return self._failure
