@@ -303,10 +303,12 @@ class Driver:
         assert process.core is not None
         if other.me.ticket != first.me.ticket:
             return False
-        receipts = working.computed.receipts.values()
-        others = sum(each.body.samples for each in receipts if each.body.author.ticket != first.me.ticket)
-        most = self.world.rounds.most_within_ticket(first.me, process.core.epoch)
-        return num_windows(working.computed.samples) + 1 > others + most
+        receipts = [each.body for each in working.computed.receipts.values()]
+        own = sum(each.samples for each in receipts if each.author.ticket == first.me.ticket)
+        others = sum(each.samples for each in receipts) - own
+        # A seat that has lost its work signs for less than has been computed; one whose reply was lost, for more.
+        counted = min(own, num_windows(working.computed.samples) - others)
+        return counted + 1 > self.world.rounds.most_within_ticket(first.me, process.core.epoch)
 
     # --- averages
 
