@@ -87,16 +87,19 @@ class ErrorFeedback:
             is_member: whether the seat is in the cut
 
         Returns:
-            False if the seat is in it and nothing is known of its try: part of the leftover may have been sent
+            False if the seat is in it and nothing is known of its try, or no entry was seen of a round with an earlier
+            one: part of the leftover may have been sent
         """
         if round_number <= self._settled:
             return True
         self._settled = round_number
+        is_unseen = any(earlier < round_number for earlier, _ in self._tries.values())
         tried = self._tries.get(cut)
         if tried is not None:
             self._leftover = tried[1].after
         self._tries = {name: each for name, each in self._tries.items() if each[0] > round_number}
-        return tried is not None or not is_member or self._leftover is None
+        is_known = tried is not None or not is_member or self._leftover is None
+        return is_known and not is_unseen
 
     def drop(self) -> None:
         """Forget the leftover, and all tries."""

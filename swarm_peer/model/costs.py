@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_peer.codecs import NEED_FEEDBACK, find_codec
+from swarm_peer.codecs.feedback import KEPT_TRIES
 from swarm_peer.config import OptimizerSection, RunManifest
 from swarm_peer.model.adapters import num_adapted
 from swarm_peer.model.boundary import TABLE_DTYPE
@@ -330,7 +331,7 @@ def _host_bytes(stage: _Stage) -> float:
     manifest, trained = stage.manifest, stage.trained
     averaging = FP32_BYTES * trained
     if manifest.averaging.compression in NEED_FEEDBACK:
-        averaging += 2 * FP32_BYTES * trained  # what is left over, and what a try of an average leaves over
+        averaging += (1 + KEPT_TRIES) * FP32_BYTES * trained  # what is left over, and what tries of an average leave
     averaging += 0 if stage.adapters is None else FP32_BYTES * trained  # the initial ones
     kept = strategy_of(manifest.averaging).kept_values * FP32_BYTES * trained
     # One copy: a snapshot that is being written, or for a newcomer.

@@ -257,6 +257,12 @@ def test_a_member_that_does_not_know_what_was_sent_of_it_is_told_so():
     assert not feedback.settle("attempt 0", 1, is_member=True)
 
 
+def test_a_member_is_told_if_it_has_not_seen_the_entry_of_an_earlier_try():
+    feedback = settled()
+    tried(feedback, "second", 1, 7.0)
+    assert not feedback.settle("of others", 2, is_member=False)
+
+
 def test_a_newcomer_has_nothing_left_over_and_entries_from_before_take_nothing():
     feedback = ErrorFeedback(3)
     assert feedback.settle("of others", 8, is_member=False)
@@ -400,7 +406,7 @@ def test_memory_is_counted_for_what_is_left_over(name):
     manifests = [make_manifest(averaging={"compression": compression}) for compression in ("blockwise_8bit", name)]
     without, with_it = (stage_costs(ResolvedManifest.of(manifest), "cuda") for manifest in manifests)
     for less, more in zip(without, with_it, strict=True):
-        assert more.host_bytes - less.host_bytes == 8 * more.trained
+        assert more.host_bytes - less.host_bytes == 4 * (1 + KEPT_TRIES) * more.trained
 
 
 def test_a_log_in_the_place_of_another_may_have_its_rounds_once_more():

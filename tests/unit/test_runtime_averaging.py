@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import random
+import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -314,6 +315,75 @@ async def test_an_average_that_does_not_fit_fails_the_round(members: Members, ta
     members.network.fault(op="average_part", to=members.ids[0], tamper=tamper)
     outcomes = await members.average(0, [0, 1, 2])
     assert any(reason in outcome for outcome in outcomes if isinstance(outcome, str)), outcomes
+
+
+@pytest.mark.parametrize("members", ["none:0.4"], indirect=True)
+async def test_all_blame_the_member_that_is_slow_and_not_the_first_one_to_notice(members: Members) -> None:
+    call = members.transports[2].call
+
+    async def slowly(*args: Any, **options: Any) -> Reply:
+        await anyio.sleep(2)
+        return await call(*args, **options)
+
+    members.transports[2].call = slowly  # type: ignore[method-assign]
+    blamed: dict[int, frozenset[str]] = {}
+
+    async def take_part(number: int) -> None:
+        with pytest.raises(AveragingFailed) as failed:
+            await members.averagers[number].average("0", gradients_of(number, 0), dict.fromkeys(members.ids, 1))
+        blamed[number] = failed.value.blamed
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(take_part, number)
+            await anyio.sleep(0.05)
+    assert [blamed[0], blamed[1]] == [{members.ids[2]}] * 2
+
+
+@pytest.mark.parametrize("kind", ["streamed"])
+async def test_an_average_waits_for_the_threads_of_one_that_was_given_up(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_adding, may_add, added = anyio.Event(), threading.Event(), []
+    mean, fill, loop = AllReduce._mean, averaging._fill, asyncio.get_running_loop()
+
+    def late_mean(self: AllReduce, *args: Any) -> memoryview:
+        if not added:
+            added.append(self)
+            loop.call_soon_threadsafe(is_adding.set)
+            may_add.wait(10)
+        return mean(self, *args)
+
+    filled = []
+
+    def counted_fill(*args: Any) -> None:
+        filled.append(args)
+        fill(*args)
+
+    monkeypatch.setattr(AllReduce, "_mean", late_mean)
+    monkeypatch.setattr(averaging, "_fill", counted_fill)
+    outcomes: list[list[torch.Tensor] | str] = [""] * 3
+
+    scopes = [anyio.CancelScope() for _ in range(6)]
+
+    async def take_part(number: int, round_number: int) -> None:
+        with scopes[3 * round_number + number]:
+            outcomes[number] = await members.take_part(number, round_number)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(take_part, number, 0)
+        await is_adding.wait()
+        for number in range(3):
+            scopes[number].cancel()
+            tasks.start_soon(take_part, number, 1)
+        with anyio.move_on_after(0.2):  # all begin, if they do not wait
+            while len(filled) < 6:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        num_filled = len(filled)
+        may_add.set()
+    assert num_filled < 6
+    check_equals_mean(outcomes, 1, TOLERANCE["none"])
 
 
 class CountingThreads:

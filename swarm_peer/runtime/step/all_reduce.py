@@ -61,7 +61,14 @@ class AveragingRound:
         blamed: the members for which it has failed
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        """Begin an averaging round.
+
+        Args:
+            timeout_s: seconds of silence after which a member fails the round
+        """
+        self._timeout_s = timeout_s
+        self._begun_s = anyio.current_time()
         self._changed = Condition()
         self._failure: str | None = None
         self.blamed: frozenset[str] = frozenset()
@@ -81,6 +88,17 @@ class AveragingRound:
             self.blamed = frozenset({member})
         self._failure = self._failure or reason
         self._changed.notify()
+
+    async def _fail_for(self, member: str, error: CallError) -> None:
+        """Give the averaging round up for a call to a member that has failed.
+
+        A member that has given it up may have waited for another one, and noticed that first. So this peer waits as
+        long again before it blames that member: its own patience with the other one ends meanwhile.
+        """
+        if isinstance(error, NotServing):
+            with anyio.move_on_after(min(anyio.current_time() - self._begun_s, self._timeout_s)):
+                await self._changed.wait_for(lambda: self._over or self._failure is not None)
+        self.fail(f"{member}: {error}", member)
 
     def _claim(self, sender: str, part: int, tensors: Sequence[memoryview], senders: Collection[str]) -> None:
         """Check a part that has come, before it is decoded.
@@ -116,11 +134,10 @@ class AllReduce(AveragingRound):
             timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
-        super().__init__()
+        super().__init__(timeout_s)
         self._group = group
         self._me = me
         self._codec = find_codec(brought.codec)
-        self._timeout_s = timeout_s
         self._threads = threads
         self._send = send
         self._weights, self._total = dict(sorted(brought.weights.items())), brought.total
@@ -263,7 +280,7 @@ class AllReduce(AveragingRound):
             data = await self._send(member, self._group, number, bytes_of(encoded))
             await self._threads.run(_decode_into, data, part, self._codec)
         except CallError as error:
-            self.fail(f"{member}: {error}", member)
+            await self._fail_for(member, error)
             return
         except OverflowError as error:
             self.fail(f"part {number} for {member} cannot be sent: {error}")

@@ -59,6 +59,8 @@ class GradientAverager:
         self._shapes = list(shapes)
         self.num_values = sum(shape.numel() for shape in shapes)
         self._values = torch.zeros(self.num_values)
+        # Worker threads of an averaging round that was given up write into these to their end.
+        self._values_free = anyio.Lock()
         # Those under way, by group: one, but for a moment.
         self._rounds: dict[bytes, AllReduce | HivemindAllReduce] = {}
         self._changed = Condition()
@@ -83,19 +85,25 @@ class GradientAverager:
             feedback: what is added to the gradients, and where to note what is left over; None where all is sent
 
         Returns:
-            the weighted means, or plain means if all shares are 0; valid until the next averaging round
+            the weighted means, or plain means if all shares are 0; in new memory
 
         Raises:
             AveragingFailed: the averaging round did not begin in time, a member was lost or sent what does not fit
         """
         if len(shares) == 1 and feedback is None:
             self._metrics.averaging_rounds.labels("alone").inc()
-            return list(gradients)
+            return await self._threads.run(_copied, gradients)
+        async with self._values_free:
+            averages = self._views_of(self._values)
+            await self._threads.run(_fill, averages, gradients)
+            await self._average(name, shares, feedback)
+            return await self._threads.run(_copied, averages)
+
+    async def _average(self, name: str, shares: Mapping[str, int], feedback: Try | None) -> None:
+        """Replace this peer's values by the averages."""
         began_s = self._clock.monotonic_s()
         named = f"{self._hash}/{self._stage}/{name}/{sorted(shares.items())}"
         group = hashlib.sha256(named.encode()).digest()
-        averages = self._views_of(self._values)
-        await self._threads.run(_fill, averages, gradients)
         brought = await self._brought(shares, feedback)
         is_streamed = feedback is not None or self._section.all_reduce == "streamed"
         make = AllReduce if is_streamed else HivemindAllReduce
@@ -118,7 +126,6 @@ class GradientAverager:
             raise AveragingFailed(reason, averaging_round.blamed)
         self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - began_s)
         self._metrics.averaging_rounds.labels("done").inc()
-        return averages
 
     async def _brought(self, shares: Mapping[str, int], feedback: Try | None) -> Brought:
         """The values of this member, once its gradients are in the averager's memory."""
@@ -129,7 +136,7 @@ class GradientAverager:
             ones = dict.fromkeys(shares, 1.0)
             return Brought(values=self._values, weights=ones, total=total, codec=codec, leftover=feedback.after)
         if feedback is not None:
-            feedback.keep()
+            await self._threads.run(feedback.keep)
         # With no samples at all, the mean of the zeros that everybody brings is as good as any.
         weights = {peer: float(share) if total else 1.0 for peer, share in shares.items()}
         return Brought(values=self._values, weights=weights, total=total or len(shares), codec=codec)
@@ -159,3 +166,7 @@ class GradientAverager:
 def _fill(averages: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     for mine, gradient in zip(averages, gradients, strict=True):
         mine.copy_(gradient)
+
+
+def _copied(averages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [average.clone() for average in averages]

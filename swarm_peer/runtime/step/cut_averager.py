@@ -48,12 +48,10 @@ class CutAverager:
         """
         shares = {part.seat.peer: part.weight for part in cut.parts}
         try:
-            averages = await self._averager.average(cut.hash, means, shares, self._try(cut))
+            return await self._averager.average(cut.hash, means, shares, self._try(cut))
         except AveragingFailed as error:
             blamed = frozenset(seat for seat in cut.seats if seat.peer in error.blamed)
             raise AverageFailed(str(error), blamed) from error
-        # The averager's memory is used again for the next average, while this one is kept for stage-mates.
-        return await self._context.threads.run(_copied, averages)
 
     def _try(self, cut: Cut) -> Try | None:
         if self._feedback is None:
@@ -84,7 +82,3 @@ class CutAverager:
             self._context.metrics.leftovers_dropped.inc()
             log.warning("leftover_dropped stage=%d norm=%.3g reason=%s", self._stage, norm, reason)
         self._feedback.drop()
-
-
-def _copied(averages: Sequence[Tensor]) -> list[Tensor]:
-    return [average.clone() for average in averages]

@@ -59,7 +59,7 @@ class HivemindAllReduce(AveragingRound):
             timeout_s: seconds of silence after which a member fails the round
             send: sends (member, group, part, data), and returns the part's average
         """
-        super().__init__()
+        super().__init__(timeout_s)
         self._group = group
         self._me = me
         self._codec = find_codec(brought.codec)
@@ -188,7 +188,7 @@ class HivemindAllReduce(AveragingRound):
             data = await self._send(member, self._group, number, data)
             return await self._threads.run(_decode, data, len(part), self._codec)
         except CallError as error:
-            self.fail(f"{member}: {error}", member)
+            await self._fail_for(member, error)
             # hivemind would lose an exception. It takes this message for the end of the member's averages.
             return averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
 
