@@ -134,8 +134,6 @@ class Leader:
 
     def take_status(self, sender: Seat, status: Status, now_s: float) -> Body | None:
         """Note where a member stands, or tell it the log."""
-        for close in status.closes:
-            self._member.take_close(close)
         self._statuses[sender] = status
         if not self.is_synced:
             return None
@@ -145,9 +143,11 @@ class Leader:
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
             # A log that does not go on from its own needs a new reign: it has told members its own already.
-            self.resigns |= theirs.goes_on_from(self._member.log) is False
+            self.resigns |= not theirs.goes_on_from(self._member.log)
             if not self.resigns:
                 self._follow(theirs)
+        for close in status.closes:
+            self._member.take_close(close)
         if self.round.attempt is None and not self._has_committed:
             self._commit_what_is_signed()
         return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
@@ -236,7 +236,7 @@ class Leader:
         if not self.is_synced:
             self._sync(now_s, epoch)
             return [self._news()] if self.is_synced else []
-        if not has_lease:
+        if not has_lease or (self.resigns and len(epoch.roster(self._member.stage)) > 1):
             return []
         if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
@@ -309,6 +309,8 @@ class Leader:
 
     def _commit_what_is_signed(self) -> None:
         """Follow the entry of the open round that enough members have signed already, if there is one."""
+        for close in (close for status in self._statuses.values() for close in status.closes):
+            self._member.take_close(close)  # it may have been too far ahead of the log before this one
         for committed in self._signed_already():
             if self._member.take_commit(committed):
                 self.round = Round(self._member.log.next_round)
@@ -369,6 +371,11 @@ class Leader:
         left_out: Collection[Seat] = (),
     ) -> None:
         present, log = self.round, self._member.log
+        # Some were heard while this seat had another log.
+        for committed in self.others.entries(epoch):
+            self.take_evidence(committed)
+        if self.evidence is not None:
+            return
         shown = None if base is None else self.others.to_show(base, self._member.closes[present.number].base)
         if base is None or shown is None:
             return

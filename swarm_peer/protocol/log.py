@@ -438,11 +438,12 @@ class Log:
         same, later = older.get(its.round, its), older.get(its.round + 1 + lag)
         return same.base != its.base or (later is not None and later.base[its.stage : its.stage + 1] != head)
 
-    def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool]) -> bool:
+    def is_valid(self, known: Log, epoch_of: EpochOf, fills: Callable[[Close], bool] | None = None) -> bool:
         """Whether each entry follows the one before, and was committed; those that are known need no look.
 
         Args:
             known: a log of the same restart, perhaps of another stage
+            fills: whether counts fill a batch; None for entries that are told without counts
         """
         head, known_heads = self._before_first, set(known.heads().values())
         # A certificate of an epoch before that of a known entry proves nothing any more: few tickets may have been
@@ -465,7 +466,7 @@ class Log:
             epoch = epoch_of(cut.epoch)
             if epoch is None or epoch.restart != self.restart or not entry.is_agreed(agreement, epoch):
                 return False
-            if close.round != number or not fills(close):
+            if close.round != number or not (fills is None or fills(close)):
                 return False
         return True
 

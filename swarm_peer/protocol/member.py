@@ -466,8 +466,9 @@ class Member:
         return Counted(self._sign(done), wants, guests)
 
     def head(self) -> Head:
-        """Where the stage stands, for the leaders of others."""
-        told = self.log.committed[-2 - 2 * self._context.lag :]
+        """Where the stage stands, for the leaders of others: entries without the counts that closed their rounds."""
+        newest = self.log.committed[-2 - 2 * self._context.lag :]
+        told = [committed._replace(close=Close(committed.close.round, ())) for committed in newest]
         return Head(self.stage, that_fit(told, self._context.epoch_of))
 
     def entries(self) -> Entries:

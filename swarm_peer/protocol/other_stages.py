@@ -28,7 +28,7 @@ class OtherStages:
         """Note where another stage stands. Returns an entry of this one that shows that entries are gone there."""
         own = self._member.log
         theirs = Log(head.stage, own.restart, head.committed)
-        if not theirs.is_valid(own, self._context.epoch_of, self._context.fills):
+        if not theirs.is_valid(own, self._context.epoch_of):
             return None
         oldest = own.next_round - self._context.lag - 2
         told = self._told.setdefault((head.stage, sender), {})
@@ -82,6 +82,12 @@ class OtherStages:
         missing = [head for stage, head in enumerate(base) if stage != own and head not in counted[stage:][:1]]
         found = tuple(entries[head] for head in missing if head in entries)
         return found if len(found) == len(missing) else None
+
+    def entries(self, epoch: Epoch) -> list[Committed]:
+        """Entries of other stages that present seats of these have told."""
+        roster = {(stage, seat) for stage in range(self._context.num_stages) for seat in epoch.roster(stage)}
+        told = [heads.values() for key, heads in self._told.items() if key in roster]
+        return [entry for heads in told for _, entry in heads if entry is not None]
 
     def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose heads were not told for long, so that their members are asked."""
