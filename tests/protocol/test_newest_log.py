@@ -1,4 +1,4 @@
-"""Which of two logs of a stage holds: that of the later epoch, and who has told members another one leads no longer."""
+"""Which of two logs of a stage holds, and what its new leader commits: a later epoch goes before a longer log."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place, ne
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Cut, Done, Entry, Have, Log, Part, base_of
 from swarm_peer.protocol.member import Member
-from swarm_peer.protocol.messages import Entries, Timing
+from swarm_peer.protocol.messages import Entries, Ready, Timing
 from swarm_peer.protocol.statements import EpochId, Seat, Signed, Stuck
 from swarm_peer.protocol.work import RoundContext
 
@@ -83,7 +83,9 @@ def test_of_two_logs_that_a_leader_hears_of_that_of_the_later_epoch_holds(member
     assert {each.log.head for each in members.values()} == {NEWER.head}
 
 
-def test_a_leader_that_hears_of_a_newer_log_too_late_keeps_its_own_and_leads_no_longer(members):
+@pytest.mark.parametrize("num_more", [1, 9], ids=["that is told whole", "whose older entries are not told"])
+def test_a_leader_that_hears_of_a_newer_log_too_late_keeps_its_own_and_leads_no_longer(members, num_more):
+    members[LATE] = member(LATE, log_of(BEFORE, BEFORE, *[OF_KEY] * num_more))
     leader = leader_of(members, MATE, OTHER)
     assert members[LATE].reign is None, "it does not give up what it has"
     told = leader.take_status(LATE, members[LATE].status(), 5.0)
@@ -92,6 +94,42 @@ def test_a_leader_that_hears_of_a_newer_log_too_late_keeps_its_own_and_leads_no_
     assert leader.resigns
     after = next_epoch(NOW, [Stuck(LEADS, NOW.id, 0, LEADS)], RULES)
     assert after.roster(0) == (MATE, OTHER, LATE, LEADS)
+    for seat in (LEADS, MATE, OTHER):
+        leader.take_ready(seat, ready_for(members[seat], 6), 6.0)
+    leader.tick(6.0, NOW, True)
+    leader.tick(6.1 + Timing().ready_s, NOW, True)
+    assert leader.round.attempt is None, "it cuts nothing any more"
+
+
+def closed(number, head):
+    return Close(number, (Signed(Done(C, BEFORE.id, number, 0, 8, (head,)), b""),))
+
+
+def ready_for(each, number):
+    each.take_close(closed(number, each.log.head))
+    each.drained(number)
+    return Ready(0, number, each.log.head, "", each.part_of(number))
+
+
+@pytest.mark.parametrize("num_missed", [0, 1, 3])
+def test_what_most_have_signed_is_committed_by_a_leader_that_lacks_entries_before_it(members, num_missed):
+    cut = entry(OLDER, BEFORE, MATE, OTHER, LATE).entry.cut
+    for seat in (MATE, OTHER, LATE):
+        members[seat] = signs = member(seat, Log(0, BEGINNING, OLDER.committed))
+        signs.reign = BEFORE.id
+        ready_for(signs, 6)
+        signs.take_cut(cut)
+        signs.averaged(cut, "digest")
+        signs.reign = None
+    members[LEADS] = member(LEADS, log_of(*[BEFORE] * (6 - num_missed)))
+    leader_of(members, MATE, OTHER, LATE)
+    assert members[LEADS].log.head == Entry(cut, "digest").hash
+
+
+def test_other_stages_are_told_entries_without_counts(members):
+    told = members[MATE].head().committed
+    assert [committed.entry for committed in told] == [committed.entry for committed in OLDER.committed[-2:]]
+    assert not any(committed.close.counts for committed in told)
 
 
 def test_a_leader_follows_a_log_that_goes_on_from_its_own_however_late(members):

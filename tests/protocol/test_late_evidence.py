@@ -1,0 +1,105 @@
+"""A leader judges what other stages have told before it cuts: it may have heard that while it had another log."""
+
+import pytest
+
+from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Close, Committed, Cut, Done, Entry, Have, Log, Part
+from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Ready, Timing
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
+from swarm_peer.protocol.work import RoundContext
+
+C, A1, A2, A3, B1, B2 = (Seat(name, 1, "all") for name in ("c", "a1", "a2", "a3", "b1", "b2"))
+RULES = RoundRules(num_stages=2, batch=8, lag=1)
+# The round of stage 1 whose entry is lost with B1, which has told it A1 alone.
+LOST = 3
+
+
+def epoch_of(number, first, second):
+    places = (Place(COORDINATORS, C), *(Place(0, seat) for seat in first), *(Place(1, seat) for seat in second))
+    return Epoch(EpochId(1, C, number), places, BEGINNING, (0, 1))
+
+
+EPOCHS = (
+    epoch_of(1, (A1, A2, A3), (B1, B2)),
+    epoch_of(2, (A1, A2, A3), (B2,)),
+    epoch_of(3, (A2, A3), (B2,)),
+)
+CONTEXT = RoundContext(
+    num_stages=2, batch=8, unit=2, most=RULES.most, lag=1, averages=RULES.averages,
+    is_rooted=lambda number: False, fills=lambda close: True, believed=lambda counts: {},
+    epoch_of={each.id: each for each in EPOCHS}.get, sign=lambda body: Signed(body, b""), timing=Timing(),
+)  # fmt: skip
+
+
+def base_of(log, other, number):
+    return tuple(each.base_of(number, 1) for each in sorted((log, other), key=lambda each: each.stage))
+
+
+def cut_of(log, other, epoch):
+    return Cut(
+        stage=log.stage, round=log.next_round, epoch=epoch.id, attempt=0, parent=log.head, root="",
+        base=base_of(log, other, log.next_round), averages=True,
+        parts=tuple(Part(seat, ()) for seat in epoch.roster(log.stage)),
+    )  # fmt: skip
+
+
+def close_of(number, base):
+    return Close(number, (Signed(Done(A2, EPOCHS[0].id, number, 0, 8, base), b""),))
+
+
+def put(log, other, epoch, digest="digest"):
+    cut = cut_of(log, other, epoch)
+    agreement = tuple(Signed(Have(seat, epoch.id, cut.hash, digest), b"") for seat in cut.seats)
+    log.append(Committed(Entry(cut, digest), agreement, close_of(cut.round, cut.base)))
+
+
+@pytest.fixture
+def logs():
+    """Stage 0; stage 1 as A1 knows it, with an entry that is lost; and with another one in its place."""
+    first, second = Log(0, BEGINNING), Log(1, BEGINNING)
+    for _ in range(LOST):
+        put(first, second, EPOCHS[0])
+        put(second, first, EPOCHS[0])
+    lost = Log(1, BEGINNING, second.committed)
+    put(lost, first, EPOCHS[0], "lost")
+    put(first, second, EPOCHS[0])
+    put(first, lost, EPOCHS[0])
+    for _ in range(4):
+        put(second, first, EPOCHS[1])
+    return first, lost, second
+
+
+def test_a_leader_does_not_go_on_from_an_entry_that_was_made_from_a_lost_one(logs):
+    first, lost, second = logs
+    made_from_lost = cut_of(first, lost, EPOCHS[0])
+    members = {}
+    for seat in (A2, A3):
+        members[seat] = each = Member(
+            me=seat, stage=0, restart=BEGINNING, context=CONTEXT,
+            log=Log(0, BEGINNING, first.committed), state=first.head,
+        )  # fmt: skip
+        each.reign = EPOCHS[0].id
+        each.take_close(close_of(LOST + 2, made_from_lost.base))
+        each.drained(LOST + 2)
+        each.work.round(LOST + 2).answer.cut = made_from_lost
+        each.averaged(made_from_lost, "digest")
+        each.reign = None
+    leader = Leader(member=members[A2], reign=EPOCHS[2].id, context=CONTEXT)
+    leader.tick(0.0, EPOCHS[2], True)
+    other = Member(me=B2, stage=1, restart=BEGINNING, context=CONTEXT, log=second, state=second.head)
+    leader.take_head(B2, other.head())
+    leader.take_status(A3, members[A3].status(), 0.1)
+    leader.tick(0.2, EPOCHS[2], True)
+    assert members[A2].log.head == Entry(made_from_lost, "digest").hash, "most had signed it"
+    members[A3].take_entries(leader.entries(0))
+    base = base_of(members[A2].log, second, LOST + 3)
+    for seat, each in members.items():
+        each.take_close(close_of(LOST + 3, base))
+        each.drained(LOST + 3)
+        leader.take_ready(seat, Ready(0, LOST + 3, each.log.head, "", each.part_of(LOST + 3)), 0.3)
+    leader.tick(0.4, EPOCHS[2], True)
+    assert leader.round.attempt is None
+    assert members[A2].is_lost
