@@ -345,7 +345,7 @@ async def test_an_average_waits_for_the_threads_of_one_that_was_given_up(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_adding, may_add, added = anyio.Event(), threading.Event(), []
-    mean, fill, loop = AllReduce._mean, averaging._fill, asyncio.get_running_loop()
+    mean, fill, loop = AllReduce._mean, GradientAverager._fill, asyncio.get_running_loop()
 
     def late_mean(self: AllReduce, *args: Any) -> memoryview:
         if not added:
@@ -356,12 +356,12 @@ async def test_an_average_waits_for_the_threads_of_one_that_was_given_up(
 
     filled = []
 
-    def counted_fill(*args: Any) -> None:
-        filled.append(args)
-        fill(*args)
+    def counted_fill(self: GradientAverager, *args: Any) -> None:
+        filled.append(self)
+        fill(self, *args)
 
     monkeypatch.setattr(AllReduce, "_mean", late_mean)
-    monkeypatch.setattr(averaging, "_fill", counted_fill)
+    monkeypatch.setattr(GradientAverager, "_fill", counted_fill)
     outcomes: list[list[torch.Tensor] | str] = [""] * 3
 
     scopes = [anyio.CancelScope() for _ in range(6)]
@@ -384,6 +384,31 @@ async def test_an_average_waits_for_the_threads_of_one_that_was_given_up(
         may_add.set()
     assert num_filled < 6
     check_equals_mean(outcomes, 1, TOLERANCE["none"])
+
+
+async def test_members_wait_for_one_that_has_begun_and_gets_ready_slowly(
+    members: Members, short_start: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, others_wait = GradientAverager._fill, threading.Event()
+
+    def late_fill(self: GradientAverager, *args: Any) -> None:
+        if self is members.averagers[0]:
+            others_wait.wait(10)
+        fill(self, *args)
+
+    monkeypatch.setattr(GradientAverager, "_fill", late_fill)
+    outcomes: list[list[torch.Tensor] | str] = []
+
+    async def average() -> None:
+        outcomes.extend(await members.average(0, [0, 1, 2]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(average)
+        while members.network.num_calls("average_part", members.ids[0]) < 2:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+        await anyio.sleep(2 * averaging.START_TIMEOUT_S)
+        others_wait.set()
+    check_equals_mean(outcomes, 0, TOLERANCE["none"])
 
 
 class CountingThreads:

@@ -89,6 +89,11 @@ class AveragingRound:
         self._failure = self._failure or reason
         self._changed.notify()
 
+    def end(self) -> None:
+        """Refuse what is still to come, and what waits for an average."""
+        self._over = True
+        self._changed.notify()
+
     async def _fail_for(self, member: str, error: CallError) -> None:
         """Give the averaging round up for a call to a member that has failed.
 
@@ -173,8 +178,7 @@ class AllReduce(AveragingRound):
             if in_time.cancelled_caught:
                 self.fail(f"not done within {timeout_s:.0f} s")
         finally:
-            self._over = True
-            self._changed.notify()
+            self.end()
             self._arrived.clear()
         return self._failure
 

@@ -94,17 +94,17 @@ class GradientAverager:
             self._metrics.averaging_rounds.labels("alone").inc()
             return await self._threads.run(_copied, gradients)
         async with self._values_free:
-            averages = self._views_of(self._values)
-            await self._threads.run(_fill, averages, gradients)
-            await self._average(name, shares, feedback)
-            return await self._threads.run(_copied, averages)
+            await self._average(name, gradients, shares, feedback)
+            return await self._threads.run(_copied, self._views_of(self._values))
 
-    async def _average(self, name: str, shares: Mapping[str, int], feedback: Try | None) -> None:
-        """Replace this peer's values by the averages."""
+    async def _average(
+        self, name: str, gradients: Sequence[torch.Tensor], shares: Mapping[str, int], feedback: Try | None
+    ) -> None:
+        """Make the averages of this peer's values."""
         began_s = self._clock.monotonic_s()
         named = f"{self._hash}/{self._stage}/{name}/{sorted(shares.items())}"
         group = hashlib.sha256(named.encode()).digest()
-        brought = await self._brought(shares, feedback)
+        brought = self._brought(shares, feedback)
         is_streamed = feedback is not None or self._section.all_reduce == "streamed"
         make = AllReduce if is_streamed else HivemindAllReduce
         averaging_round = make(
@@ -115,11 +115,14 @@ class GradientAverager:
             me=self._transport.peer_id,
             send=self._send,
         )
+        # The parts of members that are ready before this one wait in it.
         self._rounds[group] = averaging_round
         self._changed.notify()
         try:
+            await self._threads.run(self._fill, gradients, shares, feedback)
             reason = await averaging_round.run(self._section.round_timeout_s)
         finally:
+            averaging_round.end()
             del self._rounds[group]
         if reason is not None:
             self._metrics.averaging_rounds.labels("failed").inc()
@@ -127,16 +130,22 @@ class GradientAverager:
         self._metrics.averaging_seconds.observe(self._clock.monotonic_s() - began_s)
         self._metrics.averaging_rounds.labels("done").inc()
 
-    async def _brought(self, shares: Mapping[str, int], feedback: Try | None) -> Brought:
-        """The values of this member, once its gradients are in the averager's memory."""
+    def _fill(self, gradients: Sequence[torch.Tensor], shares: Mapping[str, int], feedback: Try | None) -> None:
+        """Fill this peer's values with what it brings; in a worker thread."""
+        for mine, gradient in zip(self._views_of(self._values), gradients, strict=True):
+            mine.copy_(gradient)
+        if feedback is not None and any(shares.values()):
+            feedback.bring(self._values, shares[self._transport.peer_id])
+        elif feedback is not None:
+            feedback.keep()
+
+    def _brought(self, shares: Mapping[str, int], feedback: Try | None) -> Brought:
+        """What this member brings; its values are filled later."""
         total = sum(shares.values())
         codec = self._section.compression if feedback is None else feedback.codec
         if feedback is not None and total:
-            await self._threads.run(feedback.bring, self._values, shares[self._transport.peer_id])
             ones = dict.fromkeys(shares, 1.0)
             return Brought(values=self._values, weights=ones, total=total, codec=codec, leftover=feedback.after)
-        if feedback is not None:
-            await self._threads.run(feedback.keep)
         # With no samples at all, the mean of the zeros that everybody brings is as good as any.
         weights = {peer: float(share) if total else 1.0 for peer, share in shares.items()}
         return Brought(values=self._values, weights=weights, total=total or len(shares), codec=codec)
@@ -161,11 +170,6 @@ class GradientAverager:
         if averaging_round is None:
             raise NotServing("this averaging round is over here, or has not begun")
         return Reply(tensors=(await averaging_round.take(caller, call.part, tensors),))
-
-
-def _fill(averages: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    for mine, gradient in zip(averages, gradients, strict=True):
-        mine.copy_(gradient)
 
 
 def _copied(averages: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -194,8 +194,7 @@ class HivemindAllReduce(AveragingRound):
 
     async def _close(self) -> None:
         """End all tasks, and free what hivemind holds."""
-        self._over = True
-        self._changed.notify()
+        self.end()
         for task in self._tasks:
             task.cancel()
         _, left = await asyncio.wait(self._tasks, timeout=CLEANUP_S)
