@@ -19,8 +19,8 @@ class OtherStages:
     def __init__(self, member: Member, context: RoundContext):
         self._member = member
         self._context = context
-        # Of each seat of another stage, the heads that it has told, by the round that began with them; each with its
-        # entry, where that was told.
+        # Of each seat of another stage, the heads of its log that it has told, by the round that began with them; each
+        # with its entry, where that was told.
         self._told: dict[tuple[int, Seat], dict[int, tuple[str, Committed | None]]] = {}
         self._lacks: tuple[object, float] = (None, 0.0)
 
@@ -31,11 +31,13 @@ class OtherStages:
         if not theirs.is_valid(own, self._context.epoch_of):
             return None
         oldest = own.next_round - self._context.lag - 2
-        told = self._told.setdefault((head.stage, sender), {})
+        before, heads = self._told.get((head.stage, sender), {}), theirs.heads()
         entries = {each.entry.cut.round + 1: each for each in head.committed}
-        for number, known in theirs.heads().items():
-            before, entry = told.get(number, ("", None))
-            told[number] = known, entries.get(number, entry if before == known else None)
+        first = min(heads)
+        goes_on = before.get(first, ("", None))[0] == heads[first]
+        older = {number: told for number, told in before.items() if goes_on and number <= first}
+        told = {number: (known, entries.get(number)) for number, known in heads.items()}
+        self._told[head.stage, sender] = told | older
         near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
         self._told = {key: heads for key, heads in near.items() if heads}
         lag = self._context.lag
@@ -61,10 +63,19 @@ class OtherStages:
         told = {seat: self._told_by(stage, seat, before) for seat in roster}
         if roster and (head := told[roster[0]]) is not None:
             return head
+        # The chain of hashes vouches for what others know from before the log that the leader keeps.
+        newer = {item for item in self._heads_told(stage, *roster[:1]) if item[0] > before}
+        for seat, head in told.items():
+            if head is not None and not newer.isdisjoint(self._heads_told(stage, seat)):
+                return head
         for head in set(told.values()) - {None}:
             if epoch.is_quorum((seat for seat in roster if told[seat] == head), roster):
                 return head
         return None
+
+    def _heads_told(self, stage: int, *seats: Seat) -> set[tuple[int, str]]:
+        told = (self._told.get((stage, seat), {}) for seat in seats)
+        return {(number, head) for heads in told for number, (head, _) in heads.items()}
 
     def _told_by(self, stage: int, seat: Seat, number: int) -> str | None:
         """The head that a seat has told; None if that was made from another one than this stage has there."""
