@@ -277,7 +277,7 @@ class Driver:
             ]
             if not fits:
                 return False
-            other, member = self.random.choice(fits)
+            other, member = self.choose(path[-1].me.peer, stage, working.number, fits)
             path.append(member)
             epochs.append(other.core.epoch if other.core is not None else None)
         base = tuple(member.base(working.number) for member in path)
@@ -297,6 +297,12 @@ class Driver:
             reader.last_round = working.number
         self.world.count("samples")
         return True
+
+    def choose(
+        self, caller: str, stage: int, number: int, fits: list[tuple[Process, Member]]
+    ) -> tuple[Process, Member]:
+        """Where a caller sends a microbatch of a round, of those that would take it: anywhere."""
+        return self.random.choice(fits)
 
     def _is_used_up(self, process: Process, first: Member, other: Member, working: OpenRound) -> bool:
         """Whether what another seat of a peer's own ticket computes would not count any more."""

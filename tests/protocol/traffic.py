@@ -1,7 +1,8 @@
-"""Count what agreement takes in calm rounds: python tests/protocol/traffic.py [--members 4 8 16].
+"""Count what agreement takes in calm rounds: python tests/protocol/traffic.py [--members 4 8 16] [--all-pairs].
 
 Two stages with as many members each, and a coordinator, on links of 20 ms; each member of stage 0 launches samples as
-they are granted. Bytes are those of the messages as they travel, signatures included, without the calls around them.
+they are granted, and sends them to few members of stage 1, as peers do, or to any. Bytes are those of the messages as
+they travel, signatures included, without the calls around them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Callable
 from random import Random
 
 from cluster import Cluster, Process
+from driver import Driver
 
+from swarm_peer.policy.routing import parts_of
 from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Rounds, Sent, Timing
 from swarm_peer.protocol.statements import EpochId, KeySigned, Seat, Signed
 from swarm_peer.wire.agreement import Statements
@@ -28,6 +32,21 @@ WARM_UP_S = 40.0
 COUNTED_S = 80.0
 
 
+class RoutedDriver(Driver):
+    """Sends microbatches where a peer would, if all were equally fast."""
+
+    def choose(
+        self, caller: str, stage: int, number: int, fits: list[tuple[Process, Member]]
+    ) -> tuple[Process, Member]:
+        """Of those that have a part of their time for this caller in this round, any."""
+        callers, callees = (
+            {peer: 1.0 for peer, process in self.world.processes.items() if process.stages == {each}}
+            for each in (stage - 1, stage)
+        )
+        parts = parts_of(caller, callers, callees, number)
+        return self.random.choice([fit for fit in fits if parts[fit[0].peer]] or fits)
+
+
 class Calm(Cluster):
     """A run without faults whose messages are counted.
 
@@ -35,9 +54,11 @@ class Calm(Cluster):
         sent, num_bytes: of messages about rounds, and of all others, by the name of what they hold
     """
 
-    def __init__(self, members: int, samples_each: int):
+    def __init__(self, members: int, samples_each: int, *, all_pairs: bool):
         rounds = RoundRules(num_stages=2, batch=members * samples_each, roots_every=(0,))
         super().__init__(Random(1), rounds, Timing(), num_slices=10_000)
+        if not all_pairs:
+            self.driver = RoutedDriver(self)
         self.driver.fails = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -99,11 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--samples", type=int, default=4, help="of each member of stage 0 in a round")
+    parser.add_argument("--all-pairs", action="store_true", help="everybody sends to everybody")
     chosen = parser.parse_args()
     print("| members of a stage | seconds a round | messages a round | KiB a round | most of the bytes |")
     print("|---|---|---|---|---|")
     for members in chosen.members:
-        calm = Calm(members, chosen.samples)
+        calm = Calm(members, chosen.samples, all_pairs=chosen.all_pairs)
         num_rounds = max(calm.count_rounds(), 1)
         whole = sum(calm.num_bytes.values())
         most = ", ".join(f"{kind} {count / whole:.0%}" for kind, count in calm.num_bytes.most_common(3))
