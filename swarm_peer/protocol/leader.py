@@ -6,10 +6,10 @@ It decides nothing that its members do not sign. The member's part of the same s
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.accusations import to_leave_out
+from swarm_peer.protocol.attempts import Attempt, Round
 from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
@@ -53,47 +53,6 @@ from swarm_peer.protocol.work import RoundContext
 FAR_WAITED_EVERY = 8
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
-
-
-@dataclass
-class Attempt:
-    """One cut of a round, as the leader sees it.
-
-    Attributes:
-        most_s: when its entry was agreed
-        failed_s: when most of its members had said that they have no result
-        left_out: those with whom most averaged the one before in vain
-    """
-
-    cut: Cut
-    shown: tuple[Committed, ...]
-    since_s: float
-    most_s: float | None = None
-    failed_s: float | None = None
-    left_out: Collection[Seat] = ()
-    said: dict[Seat, Signed[Have] | Signed[Pass]] = field(default_factory=dict)
-    blamed: dict[Seat, Signed[Blamed]] = field(default_factory=dict)
-
-
-@dataclass
-class Round:
-    """The round that comes next, as the leader sees it.
-
-    Attributes:
-        late: those who have kept the others waiting
-        far: when seats have said last that they lack more than the newest entries
-        unreached: those with whom most of a cut have averaged in vain
-        tried: those who were in a cut
-    """
-
-    number: int
-    ready: dict[Seat, Ready] = field(default_factory=dict)
-    first_ready_s: float = 0.0
-    late: set[Seat] = field(default_factory=set)
-    far: dict[Seat, float] = field(default_factory=dict)
-    unreached: set[Seat] = field(default_factory=set)
-    tried: set[Seat] = field(default_factory=set)
-    attempt: Attempt | None = None
 
 
 class Leader:
@@ -146,9 +105,8 @@ class Leader:
             self.resigns |= not theirs.goes_on_from(self._member.log)
             if not self.resigns:
                 self._follow(theirs)
-        for close in status.closes:
-            self._member.take_close(close)
-        if self.round.attempt is None and not self._has_committed:
+        self._take_closes(status)
+        if self.round.attempt is None and not self._has_committed and not self.resigns:
             self._commit_what_is_signed()
         return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
 
@@ -236,11 +194,13 @@ class Leader:
         if not self.is_synced:
             self._sync(now_s, epoch)
             return [self._news()] if self.is_synced else []
-        if not has_lease or (self.resigns and len(epoch.roster(self._member.stage)) > 1):
+        if len(epoch.roster(self._member.stage)) == 1:
+            self.resigns = False  # nobody else can lead
+        if not has_lease or self.resigns:
             return []
         if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
-        if self.evidence is not None:
+        if self.evidence is not None or self._member.is_lost:
             return [self._news()]
         present = self.round
         base = self.others.base(present.number, epoch)
@@ -307,10 +267,16 @@ class Leader:
         heard = epoch.is_quorum(set(roster) & set(self._statuses), roster) and not has_signed
         return now_s >= self._since_s + (self._timing.status_s if heard else self._timing.synced_s)
 
+    def _take_closes(self, *statuses: Status) -> None:
+        """Close rounds as members know them to be closed, if they were computed from heads of this seat's log."""
+        stage = self._member.stage
+        for close in (close for status in statuses for close in status.closes):
+            if close.base[stage : stage + 1] == (self._member.known_base(close.round),):
+                self._member.take_close(close)
+
     def _commit_what_is_signed(self) -> None:
         """Follow the entry of the open round that enough members have signed already, if there is one."""
-        for close in (close for status in self._statuses.values() for close in status.closes):
-            self._member.take_close(close)  # it may have been too far ahead of the log before this one
+        self._take_closes(*self._statuses.values())
         for committed in self._signed_already():
             if self._member.take_commit(committed):
                 self.round = Round(self._member.log.next_round)
@@ -374,7 +340,7 @@ class Leader:
         # Some were heard while this seat had another log.
         for committed in self.others.entries(epoch):
             self.take_evidence(committed)
-        if self.evidence is not None:
+        if self.evidence is not None or self._member.is_lost:
             return
         shown = None if base is None else self.others.to_show(base, self._member.closes[present.number].base)
         if base is None or shown is None:

@@ -365,11 +365,11 @@ class Member:
             self.look_whether_lost(entries.lost)
 
     def look_whether_lost(self, evidence: Committed) -> bool:
-        """Note that entries of this stage are gone, if an entry of another was computed from one that its log lacks."""
-        epoch = self._context.epoch_of(evidence.entry.cut.epoch)
-        num_stages, lag = self._context.num_stages, self._context.lag
-        self.is_lost |= epoch is not None and self.log.lacks_what_made(evidence, epoch, num_stages, lag)
-        return self.is_lost
+        """Note that entries of this stage are gone, if one of another stage shows that. Returns whether it does."""
+        context, epoch = self._context, self._context.epoch_of(evidence.entry.cut.epoch)
+        is_shown = epoch is not None and self.log.lacks_what_made(evidence, epoch, context.num_stages, context.lag)
+        self.is_lost |= is_shown
+        return is_shown
 
     def take_log(self, log: Log, reign: EpochId) -> None:
         """As the leader of the stage, take another member's log for the stage's, which is no older."""
@@ -468,7 +468,7 @@ class Member:
     def head(self) -> Head:
         """Where the stage stands, for the leaders of others: entries without the counts that closed their rounds."""
         newest = self.log.committed[-2 - 2 * self._context.lag :]
-        told = [committed._replace(close=Close(committed.close.round, ())) for committed in newest]
+        told = [each._replace(close=Close(each.close.round, ())) for each in newest]
         return Head(self.stage, that_fit(told, self._context.epoch_of))
 
     def entries(self) -> Entries:

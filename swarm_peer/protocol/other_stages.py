@@ -33,11 +33,12 @@ class OtherStages:
         oldest = own.next_round - self._context.lag - 2
         before, heads = self._told.get((head.stage, sender), {}), theirs.heads()
         entries = {each.entry.cut.round + 1: each for each in head.committed}
-        first = min(heads)
-        goes_on = before.get(first, ("", None))[0] == heads[first]
-        older = {number: told for number, told in before.items() if goes_on and number <= first}
         told = {number: (known, entries.get(number)) for number, known in heads.items()}
-        self._told[head.stage, sender] = told | older
+        # Of the log that was told before, what goes before the first of these heads, and all, if that holds the last.
+        ends = [end for end in (min(heads), max(heads)) if before.get(end, ("", None))[0] == heads[end]]
+        up_to = max(before) if max(heads) in ends else max(ends, default=-1)
+        kept = {number: each for number, each in before.items() if number <= up_to}
+        self._told[head.stage, sender] = told | {n: each for n, each in kept.items() if each[1] or n not in told}
         near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
         self._told = {key: heads for key, heads in near.items() if heads}
         lag = self._context.lag

@@ -102,4 +102,5 @@ def test_a_leader_does_not_go_on_from_an_entry_that_was_made_from_a_lost_one(log
         leader.take_ready(seat, Ready(0, LOST + 3, each.log.head, "", each.part_of(LOST + 3)), 0.3)
     leader.tick(0.4, EPOCHS[2], True)
     assert leader.round.attempt is None
-    assert members[A2].is_lost
+    members[A3].take_entries(leader.tick(0.5, EPOCHS[2], True)[0])
+    assert [each.is_lost for each in members.values()] == [True, True]
