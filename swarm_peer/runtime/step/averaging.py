@@ -140,7 +140,7 @@ class GradientAverager:
             feedback.keep()
 
     def _brought(self, shares: Mapping[str, int], feedback: Try | None) -> Brought:
-        """What this member brings, in memory that `_fill` fills."""
+        """The values of this member, which `_fill` fills, and how the round adds them."""
         total = sum(shares.values())
         codec = self._section.compression if feedback is None else feedback.codec
         if feedback is not None and total:
