@@ -139,7 +139,7 @@ class Leader:
         if not self.is_synced:
             return None
         if present is None or statement.body.cut != present.cut.hash:
-            return self.entries(self._member.log.next_round - 1)
+            return self.entries(self._member.log.round_of(statement.body.cut))
         present.said[sender] = statement
         return None
 
@@ -200,6 +200,8 @@ class Leader:
             return []
         if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
+        for told in self.others.entries(epoch):
+            self.take_evidence(told)  # this seat may have heard of it while it had another log
         if self.evidence is not None or self._member.is_lost:
             return [self._news()]
         present = self.round
@@ -337,11 +339,6 @@ class Leader:
         left_out: Collection[Seat] = (),
     ) -> None:
         present, log = self.round, self._member.log
-        # Some were heard while this seat had another log.
-        for committed in self.others.entries(epoch):
-            self.take_evidence(committed)
-        if self.evidence is not None or self._member.is_lost:
-            return
         shown = None if base is None else self.others.to_show(base, self._member.closes[present.number].base)
         if base is None or shown is None:
             return

@@ -404,6 +404,11 @@ class Log:
         numbers = range(self._first_round, self.next_round + 1)
         return {number: head for number in numbers if (head := self.head_before(number)) is not None}
 
+    def round_of(self, cut: str) -> int:
+        """The round whose entry is of a cut; the newest one's, if none is known to be."""
+        found = (each.entry.cut.round for each in self._committed if each.entry.cut.hash == cut)
+        return next(found, self.next_round - 1)
+
     def goes_on_from(self, other: Log) -> bool | None:
         """Whether it begins with all of another log; None if that cannot be seen, since it keeps too few entries."""
         if self.next_round < other.next_round:

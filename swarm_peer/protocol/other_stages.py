@@ -30,7 +30,8 @@ class OtherStages:
         theirs = Log(head.stage, own.restart, head.committed)
         if not theirs.is_valid(own, self._context.epoch_of):
             return None
-        oldest = own.next_round - self._context.lag - 2
+        # No stage is further ahead: it lacks this one's heads.
+        near = range(own.next_round - self._context.lag - 2, own.next_round + self._context.lag + 3)
         before, heads = self._told.get((head.stage, sender), {}), theirs.heads()
         entries = {each.entry.cut.round + 1: each for each in head.committed}
         told = {number: (known, entries.get(number)) for number, known in heads.items()}
@@ -39,8 +40,8 @@ class OtherStages:
         up_to = max(before) if max(heads) in ends else max(ends, default=-1)
         kept = {number: each for number, each in before.items() if number <= up_to}
         self._told[head.stage, sender] = told | {n: each for n, each in kept.items() if each[1] or n not in told}
-        near = {key: {n: each for n, each in heads.items() if n >= oldest} for key, heads in self._told.items()}
-        self._told = {key: heads for key, heads in near.items() if heads}
+        told_near = {key: {n: each for n, each in heads.items() if n in near} for key, heads in self._told.items()}
+        self._told = {key: heads for key, heads in told_near.items() if heads}
         lag = self._context.lag
         for committed in reversed(own.committed):
             cut, is_void = committed.entry.cut, theirs.is_contradicted(committed.entry, lag)

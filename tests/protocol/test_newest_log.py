@@ -126,6 +126,12 @@ def test_what_most_have_signed_is_committed_by_a_leader_that_lacks_entries_befor
     assert members[LEADS].log.head == Entry(cut, "digest").hash
 
 
+def test_who_says_again_what_it_has_of_an_older_cut_is_told_all_entries_since(members):
+    leader = leader_of(members, MATE, OTHER)
+    said = Signed(Have(MATE, BEFORE.id, OLDER.committed[3].entry.cut.hash, "digest"), b"")
+    assert [each.entry.cut.round for each in leader.take_said(MATE, said).committed] == [3, 4, 5]
+
+
 def test_other_stages_are_told_entries_without_counts(members):
     told = members[MATE].head().committed
     assert [committed.entry for committed in told] == [committed.entry for committed in OLDER.committed[-2:]]
