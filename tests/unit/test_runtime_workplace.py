@@ -10,7 +10,7 @@ import pytest
 from agreed_stages import Hall, has_come_to, quick_stages, resolved_of, two_of_each
 from agreeing import swarm, until
 
-from swarm_peer.runtime.step import cut_averager, workplace
+from swarm_peer.runtime.step import averaging, workplace
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_agreed_rounds_make_the_updates_of_one_process(optimizer, atol):
 
 def test_nothing_of_the_size_of_a_gradient_is_computed_on_the_event_loop(monkeypatch):
     threads = {"mean_of": set(), "_copied": set()}
-    for module, name in ((workplace, "mean_of"), (cut_averager, "_copied")):
+    for module, name in ((workplace, "mean_of"), (averaging, "_copied")):
         original = getattr(module, name)
 
         def noted(*args, original=original, name=name):
