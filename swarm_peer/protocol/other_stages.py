@@ -30,7 +30,7 @@ class OtherStages:
         theirs = Log(head.stage, own.restart, head.committed)
         if not theirs.is_valid(own, self._context.epoch_of):
             return None
-        # No stage is further ahead: it lacks this one's heads.
+        # No stage is further ahead than that: it would lack heads of this one.
         near = range(own.next_round - self._context.lag - 2, own.next_round + self._context.lag + 3)
         before, heads = self._told.get((head.stage, sender), {}), theirs.heads()
         entries = {each.entry.cut.round + 1: each for each in head.committed}

@@ -412,7 +412,7 @@ async def test_members_wait_for_one_that_has_begun_and_gets_ready_slowly(
 
 
 class CountingThreads:
-    """Threads that are none, and what was to run in them."""
+    """Runs in the event loop what was meant for threads, and notes what that is."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
