@@ -8,6 +8,7 @@ from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Cut, Done, Entry, Have, Log, Part
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Ready, Timing
+from swarm_peer.protocol.other_stages import OtherStages
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
@@ -104,3 +105,13 @@ def test_a_leader_does_not_go_on_from_an_entry_that_was_made_from_a_lost_one(log
     assert leader.round.attempt is None
     members[A3].take_entries(leader.tick(0.5, EPOCHS[2], True)[0])
     assert [each.is_lost for each in members.values()] == [True, True]
+
+
+def test_heads_of_rounds_further_ahead_than_a_stage_can_be_are_not_kept(logs):
+    first, _, second = logs
+    other = Member(me=B2, stage=1, restart=BEGINNING, context=CONTEXT, log=second, state=second.head)
+    for own, is_kept in ((Log(0, BEGINNING), False), (first, True)):
+        keeps = Member(me=A2, stage=0, restart=BEGINNING, context=CONTEXT, log=own, state=own.head)
+        others = OtherStages(keeps, CONTEXT)
+        others.take(B2, other.head())
+        assert bool(others.entries(EPOCHS[1])) is is_kept

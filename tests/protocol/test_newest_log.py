@@ -126,6 +126,29 @@ def test_what_most_have_signed_is_committed_by_a_leader_that_lacks_entries_befor
     assert members[LEADS].log.head == Entry(cut, "digest").hash
 
 
+def test_a_new_leader_takes_closes_of_the_log_alone_that_it_follows(members):
+    replaced = replace(members[MATE].status(), closes=(closed(3, OLDER.head_before(3)),))
+    leader = leader_of(members, MATE, OTHER, LATE)
+    leader.take_status(MATE, replaced, 5.0)
+    assert not members[LEADS].closes
+    of_newer = closed(3, NEWER.head)
+    leader.take_status(MATE, replace(replaced, closes=(*replaced.closes, of_newer)), 5.0)
+    assert members[LEADS].closes == {3: of_newer}
+
+
+def test_a_leader_that_resigns_commits_nothing_that_was_signed(members):
+    members[LATE] = member(LATE, log_of(BEFORE, BEFORE, OF_KEY))
+    leader = leader_of(members, MATE, OTHER)
+    leader.take_status(LATE, members[LATE].status(), 5.0)
+    assert leader.resigns
+    cut = entry(OLDER, BEFORE, LEADS, MATE, OTHER).entry.cut
+    members[LEADS].take_close(closed(6, OLDER.head))
+    for seat in (MATE, OTHER):
+        said = tuple((cut, Signed(Have(of, BEFORE.id, cut.hash, "digest"), b"")) for of in (LEADS, MATE, OTHER))
+        leader.take_status(seat, replace(members[seat].status(), said=said), 5.0)
+    assert members[LEADS].log.head == OLDER.head
+
+
 def test_who_says_again_what_it_has_of_an_older_cut_is_told_all_entries_since(members):
     leader = leader_of(members, MATE, OTHER)
     said = Signed(Have(MATE, BEFORE.id, OLDER.committed[3].entry.cut.hash, "digest"), b"")
