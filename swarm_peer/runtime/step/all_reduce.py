@@ -10,6 +10,7 @@ averages.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,20 +55,35 @@ class Brought:
     leftover: torch.Tensor | None = None
 
 
-class AveragingRound:
+class AveragingRound(ABC):
     """An averaging round, however it averages: it fails once, and takes each part once.
 
     Attributes:
         blamed: the members for which it has failed
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        """Begin an averaging round.
+    def __init__(
+        self,
+        *,
+        group: bytes,
+        brought: Brought,
+        timeout_s: float,
+        threads: Threads,
+        me: str,
+        send: Callable[[str, bytes, int, memoryview], Awaitable[memoryview]],
+    ):
+        """Prepare an averaging round.
 
         Args:
             timeout_s: seconds of silence after which a member fails the round
+            send: sends (member, group, part, data), and returns the part's average
         """
+        self._group, self._me = group, me
+        self._weights = dict(sorted(brought.weights.items()))
+        self._codec = find_codec(brought.codec)
         self._timeout_s = timeout_s
+        self._threads = threads
+        self._send = send
         self._begun_s = anyio.current_time()
         self._changed = Condition()
         self._failure: str | None = None
@@ -75,6 +91,11 @@ class AveragingRound:
         self._over = False
         self._lengths: list[int] = []  # of the parts that this peer averages
         self._claimed: set[tuple[str, int]] = set()
+        self._prepare(brought)
+
+    @abstractmethod
+    def _prepare(self, brought: Brought) -> None:
+        """Cut the values into parts."""
 
     def fail(self, reason: str, member: str | None = None) -> None:
         """Give the averaging round up. The first reason counts, and none after its end.
@@ -123,33 +144,12 @@ class AveragingRound:
 class AllReduce(AveragingRound):
     """One averaging round of some members at this peer. Belongs to the event loop's thread."""
 
-    def __init__(
-        self,
-        *,
-        group: bytes,
-        brought: Brought,
-        timeout_s: float,
-        threads: Threads,
-        me: str,
-        send: Callable[[str, bytes, int, memoryview], Awaitable[memoryview]],
-    ):
-        """Prepare an averaging round.
-
-        Args:
-            timeout_s: seconds of silence after which a member fails the round
-            send: sends (member, group, part, data), and returns the part's average
-        """
-        super().__init__(timeout_s)
-        self._group = group
-        self._me = me
-        self._codec = find_codec(brought.codec)
-        self._threads = threads
-        self._send = send
-        self._weights, self._total = dict(sorted(brought.weights.items())), brought.total
+    def _prepare(self, brought: Brought) -> None:
+        self._total = brought.total
         self._parts = _by_member(self._weights, brought.values)
         self._leftovers = None if brought.leftover is None else _by_member(self._weights, brought.leftover)
         self._num_left = sum(map(len, self._parts.values()))  # parts of which this peer does not have the average yet
-        self._own = self._parts.pop(me)
+        self._own = self._parts.pop(self._me)
         self._lengths = [len(part) for part in self._own]
         self._num_arrived = dict.fromkeys(self._parts, 0)
         # The parts of others that wait to be added, by number and sender; and the averages as they travel, with the

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +25,6 @@ from hivemind.averaging.partition import TensorPartReducer
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
-from swarm_peer.codecs import find_codec
 from swarm_peer.codecs.base import Codec
 from swarm_peer.codecs.parts import encode_part, part_values
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
@@ -43,54 +42,34 @@ CLEANUP_S = 1.0
 class HivemindAllReduce(AveragingRound):
     """One averaging round of some members at this peer. Belongs to the event loop's thread."""
 
-    def __init__(
-        self,
-        *,
-        group: bytes,
-        brought: Brought,
-        timeout_s: float,
-        threads: Threads,
-        me: str,
-        send: Callable[[str, bytes, int, memoryview], Awaitable[memoryview]],
-    ):
-        """Prepare an averaging round.
-
-        Args:
-            timeout_s: seconds of silence after which a member fails the round
-            send: sends (member, group, part, data), and returns the part's average
-        """
-        super().__init__(timeout_s)
-        self._group = group
-        self._me = me
-        self._codec = find_codec(brought.codec)
-        self._threads = threads
-        self._send = send
+    def _prepare(self, brought: Brought) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._weights = brought.weights
-        members = sorted(brought.weights)
+        members = list(self._weights)
         num_values = part_values(len(brought.values), len(members))
         self._views = torch.split(brought.values, num_values)
         self._runner = _ExactAllReduce(
             self.exchange,
             self.fail,
-            p2p=SimpleNamespace(peer_id=PeerID.from_base58(me)),
+            p2p=SimpleNamespace(peer_id=PeerID.from_base58(self._me)),
             servicer_type=AllReduceRunner,
             prefix=None,
-            group_id=group,
+            group_id=self._group,
             tensors=self._views,
-            weight=self._weights[me],
+            weight=self._weights[self._me],
             ordered_peer_ids=tuple(PeerID.from_base58(member) for member in members),
             peer_fractions=(1 / len(members),) * len(members),
-            sender_timeout=timeout_s,
-            reducer_timeout=2 * timeout_s,
+            sender_timeout=self._timeout_s,
+            reducer_timeout=2 * self._timeout_s,
             part_size_bytes=4 * num_values,
         )
         self._lengths = [len(part) for part in self._runner.parts_for_local_averaging]
-        own_index = members.index(me)
-        self._reducer = _ExactReducer(self._lengths, len(members), own_index, self._codec, threads, (group, me))
+        own_index = members.index(self._me)
+        self._reducer = _ExactReducer(
+            self._lengths, len(members), own_index, self._codec, self._threads, (self._group, self._me)
+        )
         self._runner.tensor_part_reducer.finished.set()  # it would complain that nothing came
         self._runner.tensor_part_reducer = self._reducer
-        self._arrived: dict[str, dict[int, Any]] = {peer: {} for peer in members if peer != me}
+        self._arrived: dict[str, dict[int, Any]] = {peer: {} for peer in members if peer != self._me}
         self._done: dict[str, int] = dict.fromkeys(self._arrived, 0)  # averages that are ready for each sender
 
     async def run(self, timeout_s: float) -> str | None:
