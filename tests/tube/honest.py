@@ -21,6 +21,7 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.log import Committed, Entry
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.stage.executor import StageExecutor
+from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import SeatWeights
@@ -59,7 +60,16 @@ class HonestInvariants(Invariants):
         await (call() if self._lies() else super()._applied(call, driver))
 
     async def _kept(self, call: Any, store: NamedSnapshots, named: NamedState) -> None:
-        await (call(named) if self._lies() else super()._kept(call, store, named))
+        is_unknown = self._lies() or self._is_of_the_last(named.name.stage, named.state.history_hash)
+        await (call(named) if is_unknown else super()._kept(call, store, named))
+
+    def _check_kept(self, stage: int, state: StageState, what: str) -> None:
+        if not self._is_of_the_last(stage, state.history_hash):
+            super()._check_kept(stage, state, what)
+
+    def _is_of_the_last(self, *place: Any) -> bool:
+        """Whether the liar alone has had these weights: as all leave, it may be the last of its stage."""
+        return self.tube.is_over and place not in self.records.weights
 
     # --- what must hold besides
 
@@ -77,9 +87,7 @@ class HonestInvariants(Invariants):
             self.tube.violation(f"the run goes back to {restart}")
 
     def _check_update(self, place: Place, entry: Entry, restart: Restart) -> None:
-        bases = set(enumerate(entry.cut.base))
-        # As all leave, the liar may be the last of its stage, and nobody else has its newest weights.
-        if not self.tube.is_over or bases <= self.records.weights.keys():
+        if not any(self._is_of_the_last(*base) for base in enumerate(entry.cut.base)):
             super()._check_update(place, entry, restart)
 
     def _computed_one(self, executor: StageExecutor, entered: Any, microbatch: Any, *args: Any) -> None:
