@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swarm_peer.protocol.epochs import KEPT_EPOCHS, Certified, Epoch, without_old
 from swarm_peer.protocol.statements import EpochId, KeySigned, Sign
@@ -20,14 +20,17 @@ class KnownEpochs:
 
     Attributes:
         newest: the one that the seat is in
+        named: the epochs of what the seat may have to show others, which it does not forget
     """
 
     def __init__(self, first: Certified, sign_as_key: Sign | None = None):
         self.newest = first.epoch
         self._chain = [first]
         self._followed = {first.epoch.id: first}
-        # Followed or not: those that are certified by the one before in a message, or by the key.
+        # Followed or not: those that are certified by the one before in a message, or by the key; the last heard last.
         self._past: dict[EpochId, Certified] = {}
+        self._num_named = 0
+        self.named: Callable[[], Iterable[EpochId]] = tuple
         self._sign_as_key = sign_as_key
 
     @property
@@ -59,7 +62,8 @@ class KnownEpochs:
         for certified in epochs:
             epoch, own = certified.epoch, self.newest
             if certified.is_of_key or (before is not None and certified.follows(before)):
-                self._past[epoch.id], before = certified, epoch
+                self._remember(certified)
+                before = epoch
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
                 self._chain = without_old([*self._chain, self._anchored(certified)])
             # Two epochs of one id are a liar's work: all take the same one.
@@ -69,9 +73,21 @@ class KnownEpochs:
                 continue
             self.newest, has_changed = self._chain[-1].epoch, True
             self._followed = {each.epoch.id: each for each in self._chain}
-        while len(self._past) > KEPT_EPOCHS:
-            del self._past[min(self._past)]
+            self._remember(self._chain[-1])
+        if len(self._past) > KEPT_EPOCHS + self._num_named:
+            self._forget()
         return has_changed
+
+    def _remember(self, certified: Certified) -> None:
+        self._past.pop(certified.epoch.id, None)
+        self._past[certified.epoch.id] = certified
+
+    def _forget(self) -> None:
+        named = {each.epoch.id for past in self.named() for each in self.up_to(past)}
+        others = [past for past in self._past if past not in named]
+        for past in others[:-KEPT_EPOCHS]:
+            del self._past[past]
+        self._num_named = len(self._past) - min(len(others), KEPT_EPOCHS)
 
     def _anchored(self, certified: Certified) -> Certified:
         """The epoch with the run key's signature besides, if this process holds the key: a place to begin from."""

@@ -6,6 +6,7 @@ It decides nothing that its members do not sign. The member's part of the same s
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import islice
 
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.accusations import to_leave_out
@@ -26,7 +27,6 @@ from swarm_peer.protocol.log import (
     Name,
     Part,
     Pass,
-    repeats,
 )
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import (
@@ -106,8 +106,6 @@ class Leader:
             if not self.resigns:
                 self._follow(theirs)
         self._take_closes(status)
-        if self.round.attempt is None and not self._has_committed and not self.resigns:
-            self._commit_what_is_signed()
         return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
 
     def take_counted(self, sender: Seat, counted: Counted, epoch: Epoch, now_s: float) -> Body | None:
@@ -194,10 +192,15 @@ class Leader:
         if not self.is_synced:
             self._sync(now_s, epoch)
             return [self._news()] if self.is_synced else []
-        if len(epoch.roster(self._member.stage)) == 1:
+        roster = epoch.roster(self._member.stage)
+        if len(roster) == 1:
             self.resigns = False  # nobody else can lead
         if not has_lease or self.resigns:
             return []
+        if not self._has_committed:
+            self._commit_what_is_signed(epoch)
+        signed_there = set() if self._has_committed else {seat for seat, each in self._statuses.items() if each.said}
+        self._statuses = {s: each for s, each in self._statuses.items() if s in {*roster, *signed_there}}
         if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
         for told in self.others.entries(epoch):
@@ -216,7 +219,6 @@ class Leader:
             self._cut_when_ready(now_s, epoch, base)
         else:
             if (committed := self._agreed(now_s, epoch, present.attempt)) is not None:
-                roster = epoch.roster(self._member.stage)
                 self._patience.end_round(epoch, roster, present.late, present.attempt.left_out)
                 self._member.take_commit(committed)
                 return [Commit(committed)]
@@ -251,7 +253,7 @@ class Leader:
             return
         logs = [self._member.log_of(status.committed) for status in self._statuses.values()]
         self._follow(max(filter(None, logs), key=lambda log: log.age))
-        self._commit_what_is_signed()
+        self._commit_what_is_signed(epoch)
         self.batch.adopt({seat: status.reads for seat, status in self._statuses.items() if seat in roster})
         self.is_synced = True
         self.round = Round(self._member.log.next_round)
@@ -276,12 +278,17 @@ class Leader:
             if close.base[stage : stage + 1] == (self._member.known_base(close.round),):
                 self._member.take_close(close)
 
-    def _commit_what_is_signed(self) -> None:
-        """Follow the entry of the open round that enough members have signed already, if there is one."""
+    def _commit_what_is_signed(self, epoch: Epoch) -> None:
+        """Follow the entry of the open round that enough members have signed already, if there is one.
+
+        Not one with which the stage would be lost, as others have gone on without it.
+        """
         self._take_closes(*self._statuses.values())
+        log, told = self._member.log, self.others.entries(epoch)
         for committed in self._signed_already():
-            if self._member.take_commit(committed):
-                self.round = Round(self._member.log.next_round)
+            longer = Log(log.stage, log.restart, (*log.committed, committed))
+            if not any(self._context.is_lost(longer, each) for each in told) and self._member.take_commit(committed):
+                self.round = Round(log.next_round)
                 break
 
     def _follow(self, log: Log) -> None:
@@ -300,13 +307,18 @@ class Leader:
             for status in self._statuses.values():
                 statements += [s for c, s in status.said if c == cut and isinstance(s.body, Pass)]
         log = self._member.log
-        close = self._member.closes.get(log.next_round)
-        if close is None:
+        signed = {
+            key: each for key, each in said.items() if (key[0].round, key[0].parent) == (log.next_round, log.head)
+        }
+        if not signed:
             return []
+        # Any that fills the batch shows that the round was over, of whichever heads.
+        closes = [*self._member.closes.values(), *(close for each in self._statuses.values() for close in each.closes)]
+        full = (close for close in closes if close.round == log.next_round and self._context.fills(close))
         return [
             Committed(Entry(cut, digest), tuple(statements), close)
-            for (cut, digest), statements in said.items()
-            if (cut.round, cut.parent) == (log.next_round, log.head)
+            for close in islice(full, 1)
+            for (cut, digest), statements in signed.items()
         ]
 
     # --- cuts
@@ -383,7 +395,7 @@ class Leader:
                 continue
             if not alone.is_given(stage, self._context.epoch_of):
                 continue
-            if ledger is not None and repeats([*samples, *each.samples], ledger):
+            if ledger is not None and ledger.repeats([*samples, *each.samples]):
                 continue
             names.add(each.name)
             samples += each.samples

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from swarm_peer.policy.data.ledger import Ledger
-from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, merge_ranges, num_windows
+from swarm_peer.policy.data.ranges import MAX_RANGES, WindowRange, num_windows
 from swarm_peer.protocol.epochs import Epoch, Restart
 from swarm_peer.protocol.statements import EpochId, Seat, Signed, Statement, hash_of
 
@@ -174,7 +174,7 @@ class Cut:
         due = (each for each in due if told is None or each.name in told)
         missing = [each for each in due if each.is_within(most)]
         if ledger is not None:
-            missing = [each for each in missing if not repeats([*self.samples, *each.samples], ledger)]
+            missing = [each for each in missing if not ledger.repeats([*self.samples, *each.samples])]
         own = next((part.brings for part in self.parts if part.seat == mine.seat), ())
         return not missing and set(own) <= set(mine.brings)
 
@@ -190,7 +190,7 @@ class Cut:
     def is_repeating(self, ledger: Ledger) -> bool:
         """Whether it holds a contribution or a sample twice, or one that has counted before."""
         names = [each.name for each in self.brings]
-        return len(names) != len(set(names)) or repeats(self.samples, ledger)
+        return len(names) != len(set(names)) or ledger.repeats(self.samples)
 
 
 @dataclass(frozen=True)
@@ -436,6 +436,14 @@ class Log:
         is_lost = is_lacking(self, cut.base[self.stage], cut.round - lag) or self.is_contradicted(evidence.entry, lag)
         return is_lost and evidence.entry.is_agreed(evidence.agreement, epoch)
 
+    def is_older_than(self, entry: Entry, lag: int) -> bool:
+        """Whether an entry of another stage is of no older epoch than the one of this log that it was computed from.
+
+        All who have gone on from that one were in its epoch or a later one; in older ones few tickets may have been.
+        """
+        made_from = (each for each in self._committed if each.entry.cut.round == entry.cut.round - 1 - lag)
+        return all(each.entry.cut.epoch <= entry.cut.epoch for each in made_from)
+
     def is_contradicted(self, entry: Entry, lag: int) -> bool:
         """Whether this log was made from other heads than an entry of another stage, of a later epoch, knows."""
         its, head = entry.cut, (entry.hash,)
@@ -483,11 +491,6 @@ class Log:
         if len(self._committed) > KEPT_ENTRIES:
             self._before_first = self._committed.pop(0).entry.hash
             self._first_round += 1
-
-
-def repeats(samples: Collection[WindowRange], ledger: Ledger) -> bool:
-    """Whether some of these samples are there twice, or have counted before."""
-    return num_windows(merge_ranges(samples)) < num_windows(samples) or ledger.num_counted(samples) > 0
 
 
 def is_lacking(log: Log, head: str, number: int) -> bool:

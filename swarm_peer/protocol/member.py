@@ -253,13 +253,14 @@ class Member:
         found = next(iter(self.log.since(number)), None)
         return found.close if found is not None and found.close.round == number else self.closes.get(number)
 
-    def take_close(self, close: Close) -> bool:
-        """Close a round, if these counts fill its batch. Returns whether it is closed."""
-        if close.round in self.closes:
+    def take_close(self, close: Close, *, is_of_leader: bool = False) -> bool:
+        """Close a round, if these counts fill its batch: those of the stage's leader, if any. Returns whether it is."""
+        known = self.closes.get(close.round)
+        if known is not None and (known.base == close.base or not is_of_leader):
             return True
         is_near = 0 <= close.round - self.log.next_round <= self._context.lag
         if not is_near or not self._context.fills(close):
-            return False
+            return known is not None
         self.closes[close.round] = close
         self.work.round(close.round)
         return True
@@ -302,7 +303,7 @@ class Member:
         own = next((part for part in cut.parts if part.seat == self.me), None)
         mine = self.part_of(cut.round)
         newest = [each for each in shown if each.entry.cut.round == cut.round - 1 - self._context.lag]
-        agreed = [each.entry for each in newest if self._context.is_agreed(each)]
+        agreed = [each.entry for each in newest if self._context.believes(self.log, each)]
         if own is None:
             epoch = self._context.epoch_of(cut.epoch)
             was_slow = before is not None and self.me in before.seats and present.answer.said is None
@@ -366,8 +367,7 @@ class Member:
 
     def look_whether_lost(self, evidence: Committed) -> bool:
         """Note that entries of this stage are gone, if one of another stage shows that. Returns whether it does."""
-        context, epoch = self._context, self._context.epoch_of(evidence.entry.cut.epoch)
-        is_shown = epoch is not None and self.log.lacks_what_made(evidence, epoch, context.num_stages, context.lag)
+        is_shown = self._context.is_lost(self.log, evidence)
         self.is_lost |= is_shown
         return is_shown
 

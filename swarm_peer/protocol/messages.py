@@ -283,7 +283,7 @@ def epochs_in(body: Rounds) -> set[EpochId]:
         case Head():
             entries = body.committed
         case Status():
-            entries, closes = body.committed, list(body.closes)
+            entries, closes, cuts = body.committed, list(body.closes), {cut.epoch for cut, _ in body.said}
     closes += [committed.close for committed in entries]
     cuts |= {committed.entry.cut.epoch for committed in entries}
     counts = [signed.body for close in closes for signed in close.counts]

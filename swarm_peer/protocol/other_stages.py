@@ -6,7 +6,7 @@ from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Base, Committed, Log, base_of, is_lacking
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Head
-from swarm_peer.protocol.statements import Seat
+from swarm_peer.protocol.statements import EpochId, Seat
 from swarm_peer.protocol.work import RoundContext
 
 
@@ -84,8 +84,10 @@ class OtherStages:
         log = self._member.log
         head, entry = self._told.get((stage, seat), {}).get(number, (None, None))
         known = log.head_before(max(number - 1 - self._context.lag, log.restart.first_round))
-        is_ours = entry is None or known is None or entry.entry.cut.base[log.stage :][:1] == (known,)
-        return head if is_ours else None
+        if entry is None or known is None:
+            return head
+        is_ours = entry.entry.cut.base[log.stage :][:1] == (known,)
+        return head if is_ours and log.is_older_than(entry.entry, self._context.lag) else None
 
     def to_show(self, base: Base, counted: Base) -> tuple[Committed, ...] | None:
         """The entries that are in a round's base, and not in that of its counts; None if they are not known."""
@@ -101,6 +103,11 @@ class OtherStages:
         roster = {(stage, seat) for stage in range(self._context.num_stages) for seat in epoch.roster(stage)}
         told = [heads.values() for key, heads in self._told.items() if key in roster]
         return [entry for heads in told for _, entry in heads if entry is not None]
+
+    def named_epochs(self) -> set[EpochId]:
+        """The epochs of what this seat may have to show of them."""
+        told = (entry for heads in self._told.values() for _, entry in heads.values())
+        return {entry.entry.cut.epoch for entry in told if entry is not None}
 
     def asks(self, number: int, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose heads were not told for long, so that their members are asked."""

@@ -26,7 +26,7 @@ from swarm_peer.protocol.log import (
     Receipt,
 )
 from swarm_peer.protocol.messages import Timing
-from swarm_peer.protocol.statements import Seat, Sign, Signed
+from swarm_peer.protocol.statements import EpochId, Seat, Sign, Signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,17 @@ class RoundContext:
     timing: Timing
     last_step: int | None = None
 
-    def is_agreed(self, committed: Committed) -> bool:
-        """Whether an entry was committed, in an epoch that is known."""
-        epoch = self.epoch_of(committed.entry.cut.epoch)
-        return epoch is not None and committed.entry.is_agreed(committed.agreement, epoch)
+    def believes(self, log: Log, committed: Committed) -> bool:
+        """Whether an entry of another stage than a log's was committed, as far as that shows."""
+        entry, epoch = committed.entry, self.epoch_of(committed.entry.cut.epoch)
+        if epoch is None or epoch.restart != log.restart or not log.is_older_than(entry, self.lag):
+            return False
+        return entry.is_agreed(committed.agreement, epoch)
+
+    def is_lost(self, log: Log, evidence: Committed) -> bool:
+        """Whether an entry of another stage shows that entries of a log's stage are gone."""
+        epoch = self.epoch_of(evidence.entry.cut.epoch)
+        return epoch is not None and log.lacks_what_made(evidence, epoch, self.num_stages, self.lag)
 
     def decided_in(self, number: int) -> int:
         """The round whose entry holds what is computed in a round."""
@@ -242,6 +249,11 @@ class Work:
         brings = self.brings(number)
         self.given = {name: signed for name, signed in self.given.items() if name in self.guests}
         return Part(self._me, brings, tuple(self.given[each.name] for each in brings if each.name in self.given))
+
+    def named_epochs(self) -> set[EpochId]:
+        """The epochs of the statements that belong to it."""
+        receipts = {each.body.epoch for present in self.open.values() for each in present.computed.receipts.values()}
+        return receipts | {each.body.epoch for each in self.given.values()}
 
     def to_hand_over(self, next_round: int) -> list[Contribution]:
         """All that this seat could bring, for stage-mates to bring in its place."""

@@ -9,10 +9,11 @@ from random import Random
 from checks import Checks, Violation
 from driver import Driver
 
-from swarm_peer.protocol.core import Core, RoundRules
+from swarm_peer.protocol.core import Core
 from swarm_peer.protocol.epochs import Certified, Epoch, Rules
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Sign, Signed
 from swarm_peer.protocol.work import RoundContext
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from walks import Walk
 
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.log import Close
+from swarm_peer.protocol.round_rules import RoundRules
 
 Step = tuple[str, int]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from walks import Walk
 
-from swarm_peer.protocol.core import RoundRules
+from swarm_peer.protocol.round_rules import RoundRules
 
 INDICES = st.integers(0, 63)
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from swarm_peer.protocol import leader
-from swarm_peer.protocol.core import RoundRules
+from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.grants import Grants
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Cut, Log, Name, Part
 from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.work import Work
 
 
@@ -55,7 +55,7 @@ def _of_base(ready: Any, base: Any) -> Any:
 
 def cuts_repeat_samples(self: Leader, seats: Any, base: Any) -> Any:
     """Samples that have counted before count again."""
-    with patch.object(leader, "repeats", lambda samples, ledger: False):
+    with patch.object(Ledger, "repeats", lambda self, samples: False):
         return _parts(self, seats, base)
 
 
@@ -176,4 +176,4 @@ def planted(*names: str) -> Iterator[None]:
         yield
 
 
-__all__ = ["MISTAKES", "leader", "planted"]
+__all__ = ["MISTAKES", "planted"]

@@ -7,7 +7,6 @@ import pytest
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import WindowRange
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Certified, Epoch, Place, Rules, choose_restart
 from swarm_peer.protocol.heard_wishes import HeardWishes
 from swarm_peer.protocol.leader import Leader
@@ -37,12 +36,14 @@ from swarm_peer.protocol.messages import (
     Cutting,
     Entries,
     Ready,
+    Said,
     Status,
     Timing,
     Wants,
     that_fit,
 )
 from swarm_peer.protocol.patience import Waits
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed, Snapshot
 from swarm_peer.protocol.work import RoundContext
 
@@ -370,12 +371,37 @@ def test_a_new_leader_waits_for_those_that_may_know_of_an_entry():
     assert [each.entry.hash for each in stage.leads.log.committed] == [entry.hash]
 
 
-def test_a_status_that_comes_late_tells_a_leader_of_an_entry_as_long_as_it_has_made_no_cut():
+@pytest.mark.parametrize("has_cut", [False, True])
+def test_a_status_that_comes_late_tells_a_leader_of_an_entry_as_long_as_it_has_committed_none(has_cut):
+    stage, new, entry = with_signed_entry()
+    now_s = TIMING.synced_s + 1
+    stage.leader.tick(now_s, new, True)
+    assert stage.leader.is_synced
+    if has_cut:
+        ready = next(body for body in stage.members[B].sayings(new) if isinstance(body, Ready))
+        stage.leader.take_ready(B, ready, now_s)
+        now_s += TIMING.ready_s + 1
+        assert any(isinstance(body, Cutting) for body in stage.leader.tick(now_s, new, True))
+    late = stage.members[D]
+    late.take_entries(stage.leader.take_status(D, late.status(), now_s))
+    stage.leader.tick(now_s, new, True)
+    assert [each.entry.hash for each in stage.leads.log.committed] == [entry.hash]
+    told = stage.leader.take_said(D, next(body.statement for body in late.sayings(new) if isinstance(body, Said)))
+    late.take_entries(told)
+    assert late.log.head == entry.hash
+
+
+def test_a_leader_keeps_no_statuses_of_seats_that_have_left():
     stage, new, entry = with_signed_entry()
     stage.leader.tick(TIMING.synced_s + 1, new, True)
-    assert stage.leader.is_synced
-    stage.leader.take_status(D, stage.members[D].status(), TIMING.synced_s + 1.1)
-    assert [each.entry.hash for each in stage.leads.log.committed] == [entry.hash]
+    for life in range(20):
+        stage.leader.take_status(X._replace(life=life), Status(0, (), FIRST, (), (), ()), TIMING.synced_s + 1)
+    signed = stage.members[D].status()
+    assert signed.said
+    left = F._replace(life=2)
+    stage.leader.take_status(left, replace(signed, said=((replace(entry.cut, attempt=7), signed.said[0][1]),)), 0.0)
+    stage.leader.tick(TIMING.synced_s + 1, new, True)
+    assert set(stage.leader._statuses) == {B, left}, "what it has signed may be needed"
 
 
 def test_a_message_holds_only_the_newest_entries_that_fit():

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.log import MAX_GUESTS, Close, Contribution, Cut, Done, Name, Part, Receipt
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 
 RULES = RoundRules(num_stages=2, batch=10)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Blamed, Close, Contribution, Done, HandedOver, Have, Name, Part, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Blame, Ready, Timing
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Cut, Done, Entry, Have, Log, Part
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Ready, Timing
 from swarm_peer.protocol.other_stages import OtherStages
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
@@ -73,38 +73,82 @@ def logs():
     return first, lost, second
 
 
-def test_a_leader_does_not_go_on_from_an_entry_that_was_made_from_a_lost_one(logs):
-    first, lost, second = logs
-    made_from_lost = cut_of(first, lost, EPOCHS[0])
-    members = {}
+@pytest.fixture
+def made_from_lost(logs):
+    """The next entry of stage 0, which A2 and A3 have signed: it is made from the lost one."""
+    first, lost, _ = logs
+    cut = cut_of(first, lost, EPOCHS[0])
+    agreement = tuple(Signed(Have(seat, EPOCHS[0].id, cut.hash, "digest"), b"") for seat in cut.seats)
+    return Committed(Entry(cut, "digest"), agreement, close_of(cut.round, cut.base))
+
+
+@pytest.fixture
+def members(logs, made_from_lost):
+    """Of stage 0, before they hear of their leader."""
+    first, made = logs[0], {}
     for seat in (A2, A3):
-        members[seat] = each = Member(
+        made[seat] = each = Member(
             me=seat, stage=0, restart=BEGINNING, context=CONTEXT,
             log=Log(0, BEGINNING, first.committed), state=first.head,
         )  # fmt: skip
         each.reign = EPOCHS[0].id
-        each.take_close(close_of(LOST + 2, made_from_lost.base))
+        each.take_close(made_from_lost.close)
         each.drained(LOST + 2)
-        each.work.round(LOST + 2).answer.cut = made_from_lost
-        each.averaged(made_from_lost, "digest")
+        each.work.round(LOST + 2).answer.cut = made_from_lost.entry.cut
+        each.averaged(made_from_lost.entry.cut, "digest")
         each.reign = None
+    return made
+
+
+def ready(leader, members, number, base, now_s):
+    for seat, each in members.items():
+        each.take_close(close_of(number, base))
+        each.drained(number)
+        leader.take_ready(seat, Ready(0, number, each.log.head, "", each.part_of(number)), now_s)
+
+
+def leader_of(members, second):
+    """A leader that has heard of the other stage before it knows its own log."""
     leader = Leader(member=members[A2], reign=EPOCHS[2].id, context=CONTEXT)
     leader.tick(0.0, EPOCHS[2], True)
     other = Member(me=B2, stage=1, restart=BEGINNING, context=CONTEXT, log=second, state=second.head)
     leader.take_head(B2, other.head())
+    return leader
+
+
+def test_a_leader_does_not_go_on_from_an_entry_that_was_made_from_a_lost_one(logs, members, made_from_lost):
+    *_, second = logs
+    leader = leader_of(members, second)
+    members[A3].take_commit(made_from_lost)
     leader.take_status(A3, members[A3].status(), 0.1)
     leader.tick(0.2, EPOCHS[2], True)
-    assert members[A2].log.head == Entry(made_from_lost, "digest").hash, "most had signed it"
+    assert members[A2].log.head == made_from_lost.entry.hash, "it was committed"
     members[A3].take_entries(leader.entries(0))
-    base = base_of(members[A2].log, second, LOST + 3)
-    for seat, each in members.items():
-        each.take_close(close_of(LOST + 3, base))
-        each.drained(LOST + 3)
-        leader.take_ready(seat, Ready(0, LOST + 3, each.log.head, "", each.part_of(LOST + 3)), 0.3)
+    ready(leader, members, LOST + 3, base_of(members[A2].log, second, LOST + 3), 0.3)
     leader.tick(0.4, EPOCHS[2], True)
     assert leader.round.attempt is None
     members[A3].take_entries(leader.tick(0.5, EPOCHS[2], True)[0])
     assert [each.is_lost for each in members.values()] == [True, True]
+
+
+def test_what_was_signed_and_would_lose_the_stage_is_cut_anew(logs, members, made_from_lost):
+    first, _, second = logs
+    leader = leader_of(members, second)
+    leader.take_status(A3, members[A3].status(), 0.1)
+    leader.tick(0.2, EPOCHS[2], True)
+    assert members[A2].log.head == first.head, "all that others could have made from it is void as well"
+    members[A3].take_entries(leader.entries(0))
+    ready(leader, members, LOST + 2, made_from_lost.close.base, 0.3)
+    cutting = leader.tick(0.4, EPOCHS[2], True)[-1]
+    assert cutting.cut.base == base_of(first, second, LOST + 2)
+    for seat, each in members.items():
+        each.take_cut(cutting.cut, cutting.shown)
+        each.averaged(cutting.cut, "anew")
+        leader.take_said(seat, each.work.open[LOST + 2].answer.said)
+    leader.tick(0.5, EPOCHS[2], True)
+    assert members[A2].log.head == Entry(cutting.cut, "anew").hash
+    leader.tick(0.6, EPOCHS[2], True)
+    assert not members[A2].is_lost
 
 
 def test_heads_of_rounds_further_ahead_than_a_stage_can_be_are_not_kept(logs):

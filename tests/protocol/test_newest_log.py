@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place, next_epoch
 from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Close, Committed, Cut, Done, Entry, Have, Log, Part, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Entries, Ready, Timing
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Signed, Stuck
 from swarm_peer.protocol.work import RoundContext
 
@@ -111,13 +111,15 @@ def ready_for(each, number):
     return Ready(0, number, each.log.head, "", each.part_of(number))
 
 
+@pytest.mark.parametrize("closed_from", [OLDER.head, "a head that is lost"])
 @pytest.mark.parametrize("num_missed", [0, 1, 3])
-def test_what_most_have_signed_is_committed_by_a_leader_that_lacks_entries_before_it(members, num_missed):
+def test_what_most_have_signed_is_committed_by_a_leader_that_lacks_entries_before_it(members, num_missed, closed_from):
     cut = entry(OLDER, BEFORE, MATE, OTHER, LATE).entry.cut
     for seat in (MATE, OTHER, LATE):
         members[seat] = signs = member(seat, Log(0, BEGINNING, OLDER.committed))
         signs.reign = BEFORE.id
-        ready_for(signs, 6)
+        signs.take_close(closed(6, closed_from))
+        signs.drained(6)
         signs.take_cut(cut)
         signs.averaged(cut, "digest")
         signs.reign = None
@@ -147,6 +149,13 @@ def test_a_leader_that_resigns_commits_nothing_that_was_signed(members):
         said = tuple((cut, Signed(Have(of, BEFORE.id, cut.hash, "digest"), b"")) for of in (LEADS, MATE, OTHER))
         leader.take_status(seat, replace(members[seat].status(), said=said), 5.0)
     assert members[LEADS].log.head == OLDER.head
+
+
+def test_the_close_of_the_leader_replaces_another_one(members):
+    first, other = closed(6, "a head that is lost"), closed(6, OLDER.head)
+    for close, is_of_leader, kept in ((first, True, first), (other, False, first), (other, True, other)):
+        assert members[MATE].take_close(close, is_of_leader=is_of_leader)
+        assert members[MATE].closes == {6: kept}
 
 
 def test_who_says_again_what_it_has_of_an_older_cut_is_told_all_entries_since(members):

@@ -3,10 +3,10 @@
 import pytest
 
 from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import BEGINNING
 from swarm_peer.protocol.log import Contribution, Cut, Log, Name, Part
 from swarm_peer.protocol.messages import Timing
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext, Work
 

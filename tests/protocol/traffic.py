@@ -8,26 +8,20 @@ they travel, signatures included, without the calls around them.
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from random import Random
 
-from cluster import Cluster, Process
+from cluster import Process
 from driver import Driver
+from quiet import Quiet
 
 from swarm_peer.policy.routing import parts_of
-from swarm_peer.protocol.core import RoundRules
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
 from swarm_peer.protocol.member import Member
-from swarm_peer.protocol.messages import Rounds, Sent, Timing
-from swarm_peer.protocol.statements import EpochId, KeySigned, Seat, Signed
+from swarm_peer.protocol.messages import Rounds, Sent
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.wire.agreement import Statements
 from swarm_peer.wire.identity import Identity
 
-LINK_S = 0.02
-TICK_S = 0.25
 WARM_UP_S = 40.0
 COUNTED_S = 80.0
 
@@ -47,7 +41,7 @@ class RoutedDriver(Driver):
         return self.random.choice([fit for fit in fits if parts[fit[0].peer]] or fits)
 
 
-class Calm(Cluster):
+class Calm(Quiet):
     """A run without faults whose messages are counted.
 
     Attributes:
@@ -55,57 +49,26 @@ class Calm(Cluster):
     """
 
     def __init__(self, members: int, samples_each: int, *, all_pairs: bool):
-        rounds = RoundRules(num_stages=2, batch=members * samples_each, roots_every=(0,))
-        super().__init__(Random(1), rounds, Timing(), num_slices=10_000)
+        super().__init__(RoundRules(num_stages=2, batch=members * samples_each, roots_every=(0,)))
         if not all_pairs:
             self.driver = RoutedDriver(self)
-        self.driver.fails = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+            self.driver.fails = 0.0
         self.sent, self.num_bytes = Counter[str](), Counter[str]()
         self._is_counting = False
         # One key stands for all: signatures are as long as real ones.
         self._statements = Statements("run", Identity.generate())
-        self._add("coordinator", frozenset({COORDINATORS}), has_key=True)
         for stage, number in itertools.product((0, 1), range(members)):
-            self._add(f"peer-{stage}-{number:03}-of-some-length-as-ids-have-it", frozenset({stage}))
-
-    def _add(self, peer: str, stages: frozenset[int], *, has_key: bool = False) -> None:
-        process = self.processes[peer] = Process(peer, "all", stages, has_key)
-        if len(self.processes) == 1:
-            seat = Seat(peer, 1, "all")
-            epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),))
-            self.first = Certified(epoch, (Signed(KeySigned(epoch.hash), b"key"),))
-        self.start(process)
-        self._at(TICK_S * self.random.random(), lambda: self._tick(process))
-
-    def _at(self, time_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (time_s, next(self._numbers), action))
-
-    def _tick(self, process: Process) -> None:
-        self._at(self.now_s + TICK_S, lambda: self._tick(process))
-        self.tick(process)
+            self.add(f"peer-{stage}-{number:03}-of-some-length-as-ids-have-it", {stage})
 
     def send(self, process: Process, sent: list[Sent]) -> None:
-        """Put messages on their way, each once."""
-        for target, message in sent:
+        """Count messages, and put them on their way."""
+        for _, message in sent:
             if self._is_counting and isinstance(message.body, Rounds):
                 kind = type(message.body).__name__
                 self.sent[kind] += 1
                 num_signed = repr(message.body).count("signature=b'")
                 self.num_bytes[kind] += len(self._statements.encode(message)) + 60 * num_signed
-            self._at(self.now_s + LINK_S, lambda t=target, m=message: self.receive(self.processes[t], m))
-
-    def run_until(self, end_s: float) -> None:
-        """Let time pass."""
-        while self._queue and self.now_s < end_s:
-            self.now_s, _, action = heapq.heappop(self._queue)
-            action()
-
-    def next_round(self) -> int:
-        """The round that stage 0 works at."""
-        cores = [each.core for each in self.processes.values() if each.core is not None and 0 in each.core.members]
-        return max(core.members[0].log.next_round for core in cores)
+        super().send(process, sent)
 
     def count_rounds(self) -> int:
         """Count the messages of some rounds; returns how many rounds these are."""

@@ -11,10 +11,10 @@ from random import Random
 
 from cluster import Cluster, Process
 
-from swarm_peer.protocol.core import RoundRules
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, next_epoch
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, News, Said, Sent, Timing
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, KeySigned, Seat, Signed
 
 NEVER_S = 1e9

@@ -15,10 +15,11 @@ from random import Random
 from checks import Violation
 from cluster import Cluster, Process
 
-from swarm_peer.protocol.core import Core, RoundRules
+from swarm_peer.protocol.core import Core
 from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, choose_restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed
 
 TICK_S = 0.5

@@ -28,7 +28,7 @@ from swarm_peer.policy.leadership import Term
 from swarm_peer.policy.step_state import Phase
 from swarm_peer.policy.view import PeerState
 from swarm_peer.protocol.epochs import Restart
-from swarm_peer.protocol.log import Committed, Contribution, Entry, Name, base_of, repeats
+from swarm_peer.protocol.log import Committed, Contribution, Entry, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.data.launcher import BatchLauncher
 from swarm_peer.runtime.mover import Mover
@@ -260,7 +260,7 @@ class Invariants:
             return
         ids = self.records.ids_of(stage, entry)
         self.records.doubled += len(ids) - len(set(ids))
-        if stage == 0 and repeats(entry.cut.samples, self.records.ledger(entry.cut.parent, self.num_slices)):
+        if stage == 0 and self.records.ledger(entry.cut.parent, self.num_slices).repeats(entry.cut.samples):
             self.tube.violation(f"the entry of round {entry.cut.round} holds samples that have counted before")
 
     def _note_restart(self, stage: int, restart: Restart) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
-from swarm_peer.policy.data.ranges import CountedWindows, SliceId, Uncounted, WindowRange, merge_ranges
+from swarm_peer.policy.data.ranges import CountedWindows, SliceId, Uncounted, WindowRange, merge_ranges, num_windows
 
 # A slice holds at least some megabytes of text, so a million slices are terabytes.
 MAX_SLICES = 1 << 20
@@ -75,6 +75,10 @@ class Ledger:
     def num_counted(self, ranges: Iterable[WindowRange]) -> int:
         """How many samples of these ranges have counted before."""
         return sum(self._num_counted(item) for item in merge_ranges(ranges))
+
+    def repeats(self, samples: Collection[WindowRange]) -> bool:
+        """Whether some of these samples are there twice, or have counted before."""
+        return num_windows(merge_ranges(samples)) < num_windows(samples) or self.num_counted(samples) > 0
 
     def _num_counted(self, item: WindowRange) -> int:
         if self.is_finished(item.slice_id):

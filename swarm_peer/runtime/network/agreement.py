@@ -18,10 +18,11 @@ from anyio.abc import TaskGroup
 
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, PeerUnreachable
-from swarm_peer.protocol.core import Core, RoundRules
+from swarm_peer.protocol.core import Core
 from swarm_peer.protocol.epochs import Certified, Place, Restart, Rules
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, News, Sent, Timing, Wanted, WantRoot
+from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import EpochId, Seat, Sign
 from swarm_peer.protocol.work import RoundContext
 from swarm_peer.runtime.condition import Condition
