@@ -488,9 +488,16 @@ class AsFar(Nobody):
         return Taken("old", {}, "old", None)
 
 
-def driver_of(core, sources, clock):
-    agreement = SimpleNamespace(core=core, changed=Condition())
-    return RoundDriver(agreement=agreement, stage=1, workplace=Shop(), averager=At(None), sources=sources, clock=clock)
+def driver_of(core, sources=None, clock=None, shop=None, average=None):
+    """A driver of a seat in stage 1 that is told everything by hand."""
+    return RoundDriver(
+        agreement=SimpleNamespace(core=core, changed=Condition(), look=lambda: None),
+        stage=1,
+        workplace=shop or Shop(),
+        averager=At(average),
+        sources=sources,
+        clock=clock or MovedClock(),
+    )
 
 
 def test_a_seat_whose_stage_mates_lack_the_same_update_gives_up_its_place():
@@ -688,20 +695,38 @@ def test_a_leader_that_dies_leaves_the_others_going_on():
     anyio.run(run)
 
 
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_cut_that_is_given_up_while_its_values_are_added_is_not_averaged(is_given_up):
+    """A thread goes on to its end, and is waited for."""
+    averaged = []
+
+    class SlowShop(Shop):
+        async def mean(self, contributions):
+            if is_given_up:
+                driver._averaging.scope.cancel()
+            return [torch.zeros(3)], 1
+
+    async def average(cut, means, weight):
+        averaged.append(cut)
+        return means
+
+    member = SimpleNamespace(me="me", averaged=lambda cut, digest: None)
+    driver = driver_of(SimpleNamespace(members={1: member}), shop=SlowShop(), average=average)
+
+    async def run():
+        cut = SimpleNamespace(hash="cut", round=4, averages=True, parts=[SimpleNamespace(seat="me", brings=())])
+        driver._averaging = driver_module._Averaging(cut, anyio.CancelScope())
+        await driver._average_cut(driver._averaging)
+        assert averaged == ([] if is_given_up else [cut])
+
+    anyio.run(run)
+
+
 def test_of_a_round_that_is_cut_again_and_again_only_the_newest_results_are_kept():
     async def run():
         told = []
         member = SimpleNamespace(me="me", averaged=lambda cut, digest: told.append(cut.hash))
-        core = SimpleNamespace(members={1: member})
-        agreement = SimpleNamespace(core=core, changed=Condition(), look=lambda: None)
-        driver = RoundDriver(
-            agreement=agreement,
-            stage=1,
-            workplace=Shop(),
-            averager=At(None),
-            sources=None,
-            clock=MovedClock(),
-        )
+        driver = driver_of(SimpleNamespace(members={1: member}))
         for attempt in range(5):
             part = SimpleNamespace(seat="me", brings=())
             cut = SimpleNamespace(hash=f"cut {attempt}", round=4, attempt=attempt, averages=False, parts=[part])

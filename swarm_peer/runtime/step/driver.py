@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint_if_cancelled
 from torch import Tensor
 
 from swarm_peer.errors import CallError, NotServing
@@ -438,8 +439,7 @@ class RoundDriver:
             return held
 
     async def _tell_root(self) -> None:
-        member = self._member()
-        standing = self._seat_weights(member)
+        standing = self._seat_weights(member := self._member())
         member.rooted(standing.entry, await self._workplace.root(standing))
 
     async def _adopt(self) -> None:
@@ -468,8 +468,7 @@ class RoundDriver:
         if self._averaging is not None:
             self._averaging.scope.cancel()
             self._averaging = None
-        if (cut := self._cut_to_average()) is not None:
-            assert self._tasks is not None
+        if (cut := self._cut_to_average()) is not None and self._tasks is not None:
             self._averaging = _Averaging(cut, anyio.CancelScope())
             self._tasks.start_soon(self._average_cut, self._averaging)
 
@@ -497,4 +496,5 @@ class RoundDriver:
         if not cut.averages:
             return []
         means, weight = await self._workplace.mean([self.gradients.get(name) for name in names])
+        await checkpoint_if_cancelled()  # a thread ends whatever became of the cut meanwhile
         return await self._averager.average(cut, means, weight)
