@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from swarm_peer.policy.data.ranges import SliceId
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.grants import Grant, Grants
-from swarm_peer.protocol.log import Base, Close, Contribution
+from swarm_peer.protocol.log import Base, Close, Contribution, Done
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Counted
-from swarm_peer.protocol.statements import EpochId, Seat
+from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
 
@@ -48,6 +48,11 @@ class Batch:
         for count in counts:
             self._grants.note_done(count.author, count.round, count.samples, believed[count.author], now_s)
         return self._grants.grant(sender, counted.wants, ledger, now_s)
+
+    @property
+    def counts(self) -> tuple[Signed[Done], ...]:
+        """The newest count of each seat, of rounds that are open."""
+        return tuple(each.done for each in self._counted.values())
 
     def close(self, number: int, base: Base, epoch: Epoch) -> Close | None:
         """The close of a round, if what was counted from its base fills the batch.

@@ -91,7 +91,7 @@ class Core:
     def _named_epochs(self) -> set[EpochId]:
         """The epochs of all that this peer may have to show others."""
         own = (epochs_in(each.status()) | each.work.named_epochs() for each in self.members.values())
-        return set().union(*own, *(leader.others.named_epochs() for leader in self.leaders.values()))
+        return set().union(*own, *(leader.named_epochs() for leader in self.leaders.values()))
 
     def prepare(
         self, stage: int, log: Log, state: str, epochs: Iterable[Certified], ledger: Ledger | None = None
@@ -244,8 +244,10 @@ class Core:
         if isinstance(body, Granted):
             if member is not None and sender == self.epoch.leader(0):
                 member.take_grant(body.grant)
-        elif leader is not None and sender in self.epoch.roster(0) and body.done.body.author == sender:
-            answer = leader.take_counted(sender, body, self.epoch, now_s)
+        elif leader is not None and sender in self.epoch.roster(0):
+            done = body.done.body
+            is_told_now = (done.author, done.epoch) == (sender, self.epoch.id)
+            answer = leader.take_counted(sender, body, self.epoch, now_s) if is_told_now else None
             return [answer] if answer is not None else []
         return []
 
@@ -306,7 +308,7 @@ class Core:
         known = self.told.get(stage, Log(stage, restart))
         known = known if known.restart == restart else Log(stage, restart)
         log = Log(stage, restart, entries.committed)
-        if log.age >= known.age and log.is_valid(known, self._context.epoch_of, self._context.fills):
+        if log.age >= known.age and self._context.is_valid(log, known):
             self.told[stage] = log
 
     def _handle_as_leader(

@@ -28,7 +28,7 @@ class KnownEpochs:
         self._chain = [first]
         self._followed = {first.epoch.id: first}
         # Followed or not: those that are certified by the one before in a message, or by the key; the last heard last.
-        self._past: dict[EpochId, Certified] = {}
+        self._past = {first.epoch.id: first}
         self._num_named = 0
         self.named: Callable[[], Iterable[EpochId]] = tuple
         self._sign_as_key = sign_as_key
@@ -61,29 +61,34 @@ class KnownEpochs:
         has_changed = False
         for certified in epochs:
             epoch, own = certified.epoch, self.newest
-            if certified.is_of_key or (before is not None and certified.follows(before)):
-                self._remember(certified)
-                before = epoch
+            is_certified = certified.is_of_key or (before is not None and certified.follows(before))
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
-                self._chain = without_old([*self._chain, self._anchored(certified)])
+                self._follow([*self._chain, self._anchored(certified)])
             # Two epochs of one id are a liar's work: all take the same one.
             elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
-                self._chain[-1] = certified
+                self._follow([*self._chain[:-1], certified])
+            # A seat that was a voter once can certify others than have followed, also later ones than the newest.
+            elif is_certified and epoch.id <= own.id and self.epoch_of(epoch.id) in (None, epoch):
+                self._remember(self._certified(epoch.id) or certified)
             else:
                 continue
-            self.newest, has_changed = self._chain[-1].epoch, True
-            self._followed = {each.epoch.id: each for each in self._chain}
-            self._remember(self._chain[-1])
+            before, has_changed = epoch, has_changed or self.newest is not own
         if len(self._past) > KEPT_EPOCHS + self._num_named:
             self._forget()
         return has_changed
+
+    def _follow(self, chain: list[Certified]) -> None:
+        self._chain = without_old(chain)
+        self.newest = self._chain[-1].epoch
+        self._followed = {each.epoch.id: each for each in self._chain}
+        self._remember(self._chain[-1])
 
     def _remember(self, certified: Certified) -> None:
         self._past.pop(certified.epoch.id, None)
         self._past[certified.epoch.id] = certified
 
     def _forget(self) -> None:
-        named = {each.epoch.id for past in self.named() for each in self.up_to(past)}
+        named = {each.epoch.id for past in (self.newest.id, *self.named()) for each in self.up_to(past)}
         others = [past for past in self._past if past not in named]
         for past in others[:-KEPT_EPOCHS]:
             del self._past[past]

@@ -5,8 +5,8 @@ It decides nothing that its members do not sign. The member's part of the same s
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
-from itertools import islice
 
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.accusations import to_leave_out
@@ -40,7 +40,9 @@ from swarm_peer.protocol.messages import (
     Granted,
     Head,
     Ready,
+    Rounds,
     Status,
+    epochs_in,
     that_fit,
 )
 from swarm_peer.protocol.other_stages import OtherStages
@@ -51,6 +53,8 @@ from swarm_peer.protocol.work import RoundContext
 # A seat that lacks much is waited for in one of so many rounds: where these are quicker than what it lacks can travel,
 # it would never come near.
 FAR_WAITED_EVERY = 8
+# Entries of other stages that wait to be judged: more than a leader hears of from one tick to the next.
+MOST_TOLD = 64
 # Attempts to average a round before one member's work is taken alone.
 MAX_TRIES = 3
 
@@ -85,6 +89,8 @@ class Leader:
         self.others = OtherStages(member, context)
         self.batch = Batch(reign, context)
         self.evidence: Committed | None = None
+        self._told = deque[Committed](maxlen=MOST_TOLD)
+        self._refused = set[str]()
         self.root_until_s = 0.0
         self.resigns = False
         self._patience = Patience()
@@ -158,11 +164,12 @@ class Leader:
     def is_awaited(self, seat: Seat, body: Body) -> bool:
         """Whether a member has yet to show that it has heard something."""
         present = self.round
+        attempt = present.attempt
+        has_spoken = attempt is not None and bool({seat} & (attempt.said.keys() | attempt.blamed.keys()))
         if isinstance(body, Close):
-            return body.round != present.number or seat not in present.ready
-        if isinstance(body, Cutting) and present.attempt is not None:
-            return not {seat} & (present.attempt.said.keys() | present.attempt.blamed.keys())
-        return True
+            is_silent = attempt is not None and seat in attempt.cut.seats and not has_spoken
+            return body.round != present.number or seat not in present.ready or is_silent
+        return not (isinstance(body, Cutting) and has_spoken)
 
     def asks_for_heads(self, epoch: Epoch, now_s: float) -> list[int]:
         """The stages whose members are asked for their head."""
@@ -176,9 +183,14 @@ class Leader:
         return found if self.is_synced else None
 
     def take_evidence(self, committed: Committed) -> None:
-        """Note that an entry of another stage was computed from one that this stage has lost."""
-        if self.is_synced and self._member.look_whether_lost(committed):
-            self.evidence = committed
+        """Note an entry of another stage: it may have been computed from one that this stage has lost."""
+        self._told.append(committed)
+
+    def named_epochs(self) -> set[EpochId]:
+        """The epochs of all that this seat may have to show as a leader."""
+        own = Close(0, self.batch.counts), self.entries(self._member.log.next_round)
+        told: tuple[Rounds, ...] = (*own, *self._statuses.values())
+        return self.others.named_epochs().union(*(epochs_in(body) for body in told))
 
     @property
     def _has_committed(self) -> bool:
@@ -197,14 +209,16 @@ class Leader:
             self.resigns = False  # nobody else can lead
         if not has_lease or self.resigns:
             return []
-        if not self._has_committed:
-            self._commit_what_is_signed(epoch)
+        if not self._has_committed and self._commit_what_is_signed(epoch):
+            return [self._news()]
         signed_there = set() if self._has_committed else {seat for seat, each in self._statuses.items() if each.said}
         self._statuses = {s: each for s, each in self._statuses.items() if s in {*roster, *signed_there}}
         if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
-        for told in self.others.entries(epoch):
-            self.take_evidence(told)  # this seat may have heard of it while it had another log
+        # This seat may have heard of some while it had another log.
+        for told in (*self._told, *self.others.entries(epoch)):
+            self.evidence = told if self._member.look_whether_lost(told) else self.evidence
+        self._told.clear()
         if self.evidence is not None or self._member.is_lost:
             return [self._news()]
         present = self.round
@@ -278,8 +292,8 @@ class Leader:
             if close.base[stage : stage + 1] == (self._member.known_base(close.round),):
                 self._member.take_close(close)
 
-    def _commit_what_is_signed(self, epoch: Epoch) -> None:
-        """Follow the entry of the open round that enough members have signed already, if there is one.
+    def _commit_what_is_signed(self, epoch: Epoch) -> bool:
+        """Follow the entry of the open round that enough members have signed already. Returns whether there is one.
 
         Not one with which the stage would be lost, as others have gone on without it.
         """
@@ -287,9 +301,12 @@ class Leader:
         log, told = self._member.log, self.others.entries(epoch)
         for committed in self._signed_already():
             longer = Log(log.stage, log.restart, (*log.committed, committed))
-            if not any(self._context.is_lost(longer, each) for each in told) and self._member.take_commit(committed):
+            if any(self._context.is_lost(longer, each) for each in (*self._told, *told)):
+                self._refused.add(committed.entry.cut.hash)
+            elif self._member.take_commit(committed):
                 self.round = Round(log.next_round)
-                break
+                return True
+        return False
 
     def _follow(self, log: Log) -> None:
         """Take a member's log for the stage's."""
@@ -297,29 +314,28 @@ class Leader:
         self.round = Round(self._member.log.next_round)
 
     def _signed_already(self) -> list[Committed]:
-        """Entries that follow from what members have signed for the cut of the open round."""
-        said: dict[tuple[Cut, str], list[Signed[Have] | Signed[Pass]]] = {}
-        for status in self._statuses.values():
-            for cut, statement in status.said:
-                if isinstance(statement.body, Have):
-                    said.setdefault((cut, statement.body.digest), []).append(statement)
-        for (cut, _), statements in said.items():
-            for status in self._statuses.values():
-                statements += [s for c, s in status.said if c == cut and isinstance(s.body, Pass)]
+        """Entries that follow from what members have signed for cuts of the open round."""
         log = self._member.log
-        signed = {
-            key: each for key, each in said.items() if (key[0].round, key[0].parent) == (log.next_round, log.head)
-        }
-        if not signed:
+        said = [pair for status in self._statuses.values() for pair in status.said]
+        next_, cuts = (log.next_round, log.head), {cut.hash: cut for cut, _ in said}
+        cuts = {name: cut for name, cut in cuts.items() if (cut.round, cut.parent) == next_}
+        signed: dict[tuple[str, str | None], dict[Seat, Signed[Have] | Signed[Pass]]] = {}
+        for _, each in said:
+            body, cut = each.body, cuts.get(each.body.cut)
+            origin = self._context.epoch_of(cut.epoch) if cut is not None and cut.hash not in self._refused else None
+            if origin is not None and body.author in origin.roster(log.stage):
+                digest = body.digest if isinstance(body, Have) else None
+                signed.setdefault((body.cut, digest), {})[body.author] = each
+        entries = [(Entry(cuts[cut], digest), have) for (cut, digest), have in signed.items() if digest is not None]
+        if not entries:
             return []
         # Any that fills the batch shows that the round was over, of whichever heads.
         closes = [*self._member.closes.values(), *(close for each in self._statuses.values() for close in each.closes)]
-        full = (close for close in closes if close.round == log.next_round and self._context.fills(close))
-        return [
-            Committed(Entry(cut, digest), tuple(statements), close)
-            for close in islice(full, 1)
-            for (cut, digest), statements in signed.items()
-        ]
+        closes = [each for each in closes if each.round == log.next_round]
+        close = next((each for each in closes if self._context.closes(each, log)), None)
+        agree = {cut: each for (cut, digest), each in signed.items() if digest is None}
+        statements = [(entry, {**agree.get(entry.cut.hash, {}), **have}) for entry, have in entries]
+        return [Committed(entry, tuple(each.values()), close) for entry, each in statements if close is not None]
 
     # --- cuts
 

@@ -259,7 +259,7 @@ class Member:
         if known is not None and (known.base == close.base or not is_of_leader):
             return True
         is_near = 0 <= close.round - self.log.next_round <= self._context.lag
-        if not is_near or not self._context.fills(close):
+        if not is_near or not self._context.closes(close, self.log):
             return known is not None
         self.closes[close.round] = close
         self.work.round(close.round)
@@ -332,7 +332,7 @@ class Member:
     def log_of(self, committed: tuple[Committed, ...]) -> Log | None:
         """A log that somebody tells; None if it is none, or rests on epochs that this seat does not know."""
         log = Log(self.stage, self.log.restart, committed)
-        return log if log.is_valid(self.log, self._context.epoch_of, self._context.fills) else None
+        return log if self._context.is_valid(log, self.log) else None
 
     def take_commit(self, committed: Committed) -> bool:
         """Follow an entry that comes next. Returns False if the log has to be asked for."""

@@ -257,9 +257,10 @@ def that_fit(entries: Sequence[Committed], epoch_of: EpochOf) -> tuple[Committed
         counts = [signed.body for signed in committed.close.counts]
         cut = committed.entry.cut
         num_statements += len(cut.brings) + len(committed.agreement) + sum(1 + len(each.receipts) for each in counts)
-        epochs |= {cut.epoch, *(each.epoch for each in counts)}
-        epochs |= {receipt.body.epoch for each in counts for receipt in each.receipts}
-        is_known = epoch_of(cut.epoch) is not None
+        its = {cut.epoch, *(each.epoch for each in counts)}
+        its |= {receipt.body.epoch for each in counts for receipt in each.receipts}
+        epochs |= its
+        is_known = all(epoch_of(past) is not None for past in its)
         if told and (num_statements > MAX_STATEMENTS or len(epochs) > MAX_EPOCHS or not is_known):
             break
         told.insert(0, committed)

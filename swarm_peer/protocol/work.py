@@ -60,6 +60,25 @@ class RoundContext:
     timing: Timing
     last_step: int | None = None
 
+    def closes(self, close: Close, *logs: Log) -> bool:
+        """Whether counts fill the batch of a round, and are of no older epochs than what they can be of.
+
+        A seat that computes in a round has its stage's entry before that. So it is in no older epoch than what that
+        entry was computed from, and in older ones few tickets may have been there.
+
+        Args:
+            logs: of one stage; the first that keeps such an entry is asked
+        """
+        number = close.round - 2 - 2 * self.lag
+        kept = (each.entry.cut for log in logs for each in log.committed if each.entry.cut.round == number)
+        before = next(kept, None)
+        is_of_time = before is None or all(count.body.epoch >= before.epoch for count in close.counts)
+        return is_of_time and self.fills(close)
+
+    def is_valid(self, log: Log, known: Log) -> bool:
+        """Whether all entries of a log were committed, and their rounds over; see Log."""
+        return log.is_valid(known, self.epoch_of, lambda close: self.closes(close, log, known))
+
     def believes(self, log: Log, committed: Committed) -> bool:
         """Whether an entry of another stage than a log's was committed, as far as that shows."""
         entry, epoch = committed.entry, self.epoch_of(committed.entry.cut.epoch)

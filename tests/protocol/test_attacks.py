@@ -391,6 +391,16 @@ def test_a_status_that_comes_late_tells_a_leader_of_an_entry_as_long_as_it_has_c
     assert late.log.head == entry.hash
 
 
+def test_a_close_is_repeated_for_a_member_that_is_silent_in_the_cut():
+    """It may have closed the round with other heads, and so refuse the cut."""
+    stage = Stage(epoch_of(1, A, B, D), A, B, D)
+    cut = stage.begin()
+    assert stage.leader.is_awaited(B, stage.close)
+    stage.members[B].averaged(cut, "good")
+    stage.leader.take_said(B, stage.members[B].work.open[0].answer.said)
+    assert [seat for seat in (A, B, D) if not stage.leader.is_awaited(seat, stage.close)] == [B]
+
+
 def test_a_leader_keeps_no_statuses_of_seats_that_have_left():
     stage, new, entry = with_signed_entry()
     stage.leader.tick(TIMING.synced_s + 1, new, True)
@@ -398,8 +408,9 @@ def test_a_leader_keeps_no_statuses_of_seats_that_have_left():
         stage.leader.take_status(X._replace(life=life), Status(0, (), FIRST, (), (), ()), TIMING.synced_s + 1)
     signed = stage.members[D].status()
     assert signed.said
-    left = F._replace(life=2)
-    stage.leader.take_status(left, replace(signed, said=((replace(entry.cut, attempt=7), signed.said[0][1]),)), 0.0)
+    left, other = F._replace(life=2), replace(entry.cut, attempt=7)
+    said = ((other, Signed(Have(left, other.epoch, other.hash, "good"), b"")),)
+    stage.leader.take_status(left, replace(signed, said=said), 0.0)
     stage.leader.tick(TIMING.synced_s + 1, new, True)
     assert set(stage.leader._statuses) == {B, left}, "what it has signed may be needed"
 
@@ -415,6 +426,9 @@ def test_a_message_holds_only_the_newest_entries_that_fit():
     entries[2] = entries[2]._replace(close=Close(2, (count,) * MAX_STATEMENTS))
     assert that_fit(entries, stage.epochs.get) == tuple(entries[3:])
     assert that_fit(entries[:3], stage.epochs.get) == (entries[2],), "at least one"
+    old = Signed(replace(count.body, epoch=EpochId(1, OPERATOR, 77)), count.signature)
+    old = entries[3]._replace(close=Close(3, (old,)))
+    assert that_fit([old, *entries[4:]], stage.epochs.get) == tuple(entries[4:]), "of epochs that are known"
     for number, before in enumerate(entries):
         counts = tuple(
             signs_as(A)(Done(A, EpochId(1, OPERATOR, 100 * number + each), number, 0, 1, (FIRST,)))

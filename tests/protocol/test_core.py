@@ -6,7 +6,7 @@ import pytest
 from quiet import Quiet
 
 from swarm_peer.protocol.log import Blamed, Close, Done, Have
-from swarm_peer.protocol.messages import Blame, Message, Recall
+from swarm_peer.protocol.messages import Blame, Counted, Granted, Message, Recall
 from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import Signed
 
@@ -54,6 +54,27 @@ def test_the_leader_of_a_stage_says_how_its_round_was_closed(run, monkeypatch):
     for sender, close, kept in ((own[0], known, known), (first[0], other, known), (own[0], other, other)):
         told(run, sender, own[1], close)
         assert member.closes[number] == kept
+
+
+def test_a_count_is_of_the_epoch_in_which_it_is_told(run):
+    leads, author = run.cores[0].epoch.roster(0)[:2]
+    core = core_of(run, author)
+    run.run_until(60, lambda: any(isinstance(body, Counted) for body in core.members[0].sayings(core.epoch)))
+    counted = next(body for body in core.members[0].sayings(core.epoch) if isinstance(body, Counted))
+    before = core.epoch.id._replace(number=core.epoch.id.number - 1)
+    assert core.membership.epoch_of(before) is not None
+    old = replace(counted, done=Signed(replace(counted.done.body, epoch=before), b""))
+    assert not told(run, author, leads, old)
+    assert isinstance(told(run, author, leads, counted)[0], Granted)
+
+
+def test_a_leader_keeps_the_epochs_of_what_it_was_told(run):
+    leads, author = run.cores[0].epoch.roster(0)[:2]
+    core = core_of(run, leads)
+    leader, past = core.leaders[0], core.epoch.id._replace(number=1000)
+    counted = next(iter(leader.batch._counted.values()))
+    leader.batch._counted[author] = replace(counted, done=Signed(replace(counted.done.body, epoch=past), b""))
+    assert past in core._named_epochs()
 
 
 def test_a_leader_asks_for_epochs_that_a_status_names_and_it_has_forgotten(run):

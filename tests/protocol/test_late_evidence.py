@@ -131,12 +131,19 @@ def test_a_leader_does_not_go_on_from_an_entry_that_was_made_from_a_lost_one(log
     assert [each.is_lost for each in members.values()] == [True, True]
 
 
-def test_what_was_signed_and_would_lose_the_stage_is_cut_anew(logs, members, made_from_lost):
+@pytest.mark.parametrize("is_evidence", [False, True])
+def test_what_was_signed_and_would_lose_the_stage_is_cut_anew(logs, members, made_from_lost, is_evidence):
     first, _, second = logs
-    leader = leader_of(members, second)
+    leader = leader_of(members, Log(1, BEGINNING) if is_evidence else second)
+    for each in second.committed if is_evidence else ():
+        leader.take_evidence(each)
     leader.take_status(A3, members[A3].status(), 0.1)
-    leader.tick(0.2, EPOCHS[2], True)
+    for now_s in (0.2, 0.21, 0.22):
+        leader.tick(now_s, EPOCHS[2], True)
     assert members[A2].log.head == first.head, "all that others could have made from it is void as well"
+    leader.take_head(B2, Member(me=B2, stage=1, restart=BEGINNING, context=CONTEXT, log=second).head())
+    leader.tick(0.25, epoch_of(4, (A2, A3), ()), True)
+    assert members[A2].log.head == first.head, "who has told so has left meanwhile"
     members[A3].take_entries(leader.entries(0))
     ready(leader, members, LOST + 2, made_from_lost.close.base, 0.3)
     cutting = leader.tick(0.4, EPOCHS[2], True)[-1]
@@ -149,6 +156,39 @@ def test_what_was_signed_and_would_lose_the_stage_is_cut_anew(logs, members, mad
     assert members[A2].log.head == Entry(cutting.cut, "anew").hash
     leader.tick(0.6, EPOCHS[2], True)
     assert not members[A2].is_lost
+
+
+def test_a_leader_commits_what_was_signed_before_it_judges_what_was_made_from_that(logs, members, made_from_lost):
+    first, other, _ = logs
+    leader = leader_of(members, other)
+    leader.tick(1.0 + Timing().synced_s, EPOCHS[2], True)
+    assert leader.is_synced
+    assert members[A2].log.head == first.head
+    leader.take_status(A3, members[A3].status(), 20.0)
+    longer = Log(0, BEGINNING, (*first.committed, made_from_lost))
+    while other.next_round <= made_from_lost.entry.cut.round + 2:
+        put(other, longer, EPOCHS[0])
+    leader.take_head(B2, Member(me=B2, stage=1, restart=BEGINNING, context=CONTEXT, log=other, state=other.head).head())
+    leader.take_evidence(other.committed[-1])
+    told = leader.tick(20.1, EPOCHS[2], True)
+    assert members[A2].log.head == made_from_lost.entry.hash
+    assert [each.entry.cut.round for each in told[0].committed] == [made_from_lost.entry.cut.round], "all hear of it"
+    leader.tick(20.2, EPOCHS[2], True)
+    assert not members[A2].is_lost
+
+
+def test_a_leader_is_shown_what_its_stage_has_lost(logs, members):
+    first, lost, _ = logs
+    for log in (first, lost):
+        while log.next_round <= 9:
+            put(log, lost if log is first else first, EPOCHS[0])
+    leader = leader_of(members, Log(1, BEGINNING))
+    leader.tick(1.0 + Timing().synced_s, EPOCHS[2], True)
+    assert leader.is_synced
+    leader.take_evidence(lost.committed[-1])
+    told = leader.tick(20.0, EPOCHS[2], True)
+    assert members[A2].is_lost
+    assert told[0].lost == leader.evidence == lost.committed[-1]
 
 
 def test_heads_of_rounds_further_ahead_than_a_stage_can_be_are_not_kept(logs):

@@ -3,8 +3,10 @@
 import pytest
 from quiet import Quiet
 
-from swarm_peer.protocol.epochs import KEPT_EPOCHS
+from swarm_peer.protocol.epochs import COORDINATORS, KEPT_EPOCHS, Certified, Epoch, Place
+from swarm_peer.protocol.known_epochs import KnownEpochs
 from swarm_peer.protocol.round_rules import RoundRules
+from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, KeySigned, Seat, Signed
 
 # What has been followed is remembered for a while after others have come in its place.
 MANY = 2 * KEPT_EPOCHS + 8
@@ -75,3 +77,56 @@ def test_receipts_of_many_epochs_ago_still_close_a_round(computes):
     before = run.next_round()
     run.run_until(run.now_s + 60)
     assert run.next_round() > before + 3
+
+
+ALONE, OTHER = (Seat(name, 1, name) for name in ("alone", "other"))
+
+
+def epochs(first, number, *seats):
+    """Epochs of some seats that follow one, each certified by the voter of the one before."""
+    chain = []
+    for _ in range(number):
+        epoch = Epoch(first.id.next(), tuple(Place(0, seat) for seat in seats))
+        (voter,) = first.voters
+        accepted = Accepted(voter, first.id, Ballot(1, voter), epoch.hash)
+        chain.append(Certified(epoch, (Signed(accepted, b""),)))
+        first = epoch
+    return chain
+
+
+@pytest.fixture
+def first():
+    made = Epoch(EpochId(1, ALONE, 0), (Place(COORDINATORS, ALONE),))
+    return Certified(made, (Signed(KeySigned(made.hash), b"key"),))
+
+
+def test_who_was_the_only_voter_once_makes_no_epochs_later_than_the_newest_or_in_place_of_others(first):
+    own = KnownEpochs(first)
+    genuine, forged = epochs(first.epoch, 3, OTHER), epochs(first.epoch, 9, ALONE)
+    own.learn(genuine)
+    own.learn([first, *forged])
+    assert own.newest == genuine[-1].epoch
+    assert [own.epoch_of(each.epoch.id) for each in forged[3:]] == [None] * 6
+    own.named = lambda: [genuine[-1].epoch.id]
+    term = Epoch(EpochId(2, ALONE, 0), (Place(0, OTHER),))
+    own.learn([Certified(term, (Signed(KeySigned(term.hash), b"key"),)), *epochs(term, KEPT_EPOCHS, OTHER)])
+    own.learn([first, *forged])
+    assert [own.epoch_of(each.epoch.id) for each in forged[3:]] == [None] * 6
+    assert [own.epoch_of(each.epoch.id) for each in forged[:3]] == [each.epoch for each in genuine]
+    assert [each.epoch for each in own.chain[:1]] == [term]
+
+
+def test_the_way_of_an_epoch_that_is_named_to_one_of_the_key_is_kept(first):
+    own = KnownEpochs(first)
+    chain = epochs(first.epoch, MANY, OTHER)
+    own.learn(chain)
+    own.named = lambda: [chain[-2].epoch.id]
+    term = Epoch(EpochId(2, ALONE, 0), chain[-1].epoch.places)
+    own.learn([Certified(term, (Signed(KeySigned(term.hash), b"key"),))])
+    own.learn(epochs(term, MANY, OTHER))
+    later = Epoch(EpochId(3, ALONE, 0), term.places)
+    own.learn([Certified(later, (Signed(KeySigned(later.hash), b"key"),)), *epochs(later, MANY, OTHER)])
+    assert own.newest.id.number == MANY
+    assert own.up_to(chain[-2].epoch.id) == (first, *chain[:-1])
+    assert own.num_past < 4 * MANY
+    assert own.epoch_of(term.id.next()) is None

@@ -17,7 +17,6 @@ LEADS, MATE, OTHER, LATE = (Seat(name, 1, f"of {name}") for name in ("leads", "m
 C = Seat("c", 1, "operator")
 OF_ALL = (LEADS, MATE, OTHER, LATE)
 RULES = RoundRules(num_stages=1, batch=8)
-CLOSE = Close(0, (Signed(Done(C, EpochId(1, C, 4), 0, 0, 8, ("head",)), b""),))
 
 
 def epoch_of(term, number, *seats):
@@ -34,13 +33,17 @@ CONTEXT = RoundContext(
 )  # fmt: skip
 
 
+def closed(number, head, epoch=BEFORE):
+    return Close(number, (Signed(Done(C, epoch.id, number, 0, 8, (head,)), b""),))
+
+
 def entry(log, epoch, *seats):
     cut = Cut(
         stage=0, round=log.next_round, epoch=epoch.id, attempt=0, parent=log.head, root="", base=(log.head,),
         averages=True, parts=tuple(Part(seat, ()) for seat in seats),
     )  # fmt: skip
     agreement = tuple(Signed(Have(seat, epoch.id, cut.hash, "digest"), b"") for seat in seats)
-    return Committed(Entry(cut, "digest"), agreement, Close(cut.round, CLOSE.counts))
+    return Committed(Entry(cut, "digest"), agreement, closed(cut.round, log.head, epoch))
 
 
 def log_of(*epochs):
@@ -101,10 +104,6 @@ def test_a_leader_that_hears_of_a_newer_log_too_late_keeps_its_own_and_leads_no_
     assert leader.round.attempt is None, "it cuts nothing any more"
 
 
-def closed(number, head):
-    return Close(number, (Signed(Done(C, BEFORE.id, number, 0, 8, (head,)), b""),))
-
-
 def ready_for(each, number):
     each.take_close(closed(number, each.log.head))
     each.drained(number)
@@ -158,6 +157,30 @@ def test_the_close_of_the_leader_replaces_another_one(members):
         assert members[MATE].closes == {6: kept}
 
 
+def test_counts_of_older_epochs_than_what_they_were_computed_from_close_nothing(members):
+    own = member(MATE, log_of(BEFORE, OF_KEY, OF_KEY))
+    assert not own.take_close(closed(3, own.log.head, BEFORE))
+    assert own.take_close(closed(3, own.log.head, OF_KEY))
+    late = entry(own.log, OF_KEY, LATE)
+    assert own.log_of((late._replace(close=closed(3, own.log.head, BEFORE)),)) is None
+    assert own.log_of((late,)) is not None
+    assert member(MATE, log_of(BEFORE, BEFORE, OF_KEY)).take_close(closed(3, "any head", BEFORE))
+
+
+def test_a_certificate_has_a_statement_of_each_author(members):
+    cut = entry(OLDER, BEFORE, MATE, OTHER, LATE).entry.cut
+    statements = [Signed(Have(seat, BEFORE.id, cut.hash, "digest"), b"") for seat in (MATE, OTHER, LATE, LEADS, C)]
+    leader = Leader(member=members[LEADS], reign=NOW.id, context=CONTEXT)
+    leader.tick(0.0, NOW, True)
+    for seat in (MATE, OTHER):
+        status = replace(members[seat].status(), closes=(closed(6, OLDER.head),))
+        leader.take_status(seat, replace(status, said=tuple((cut, each) for each in statements * 5)), 0.0)
+    leader.tick(Timing().synced_s + 0.1, NOW, True)
+    newest = members[LEADS].log.committed[-1]
+    assert newest.entry.cut == cut
+    assert sorted(newest.agreement, key=repr) == sorted(statements[:4], key=repr)
+
+
 def test_who_says_again_what_it_has_of_an_older_cut_is_told_all_entries_since(members):
     leader = leader_of(members, MATE, OTHER)
     said = Signed(Have(MATE, BEFORE.id, OLDER.committed[3].entry.cut.hash, "digest"), b"")
@@ -189,7 +212,7 @@ def test_a_log_of_older_epochs_is_none_unless_an_entry_of_a_later_one_follows(me
 
 def test_what_has_closed_a_round_of_a_log_closes_none_of_another(members):
     late = members[LATE]
-    late.closes[3] = Close(3, CLOSE.counts)
+    late.closes[3] = closed(3, late.log.head)
     late.take_entries(Entries(0, NOW.id, log_of(BEFORE, BEFORE, BEFORE, NOW).committed[:3], None))
     assert 3 in late.closes, "an older log changes nothing"
     late.take_entries(Entries(0, NOW.id, log_of(BEFORE, BEFORE, NOW).committed, None))
