@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import anyio
 import pytest
-from contexts import MovedClock
+from contexts import MovedClock, ReadClock
 from memory_transport import MemoryNetwork
 
 from swarm_peer.errors import CallTimeout, InvalidMessage
@@ -16,7 +16,7 @@ from swarm_peer.runtime.network import probing
 from swarm_peer.runtime.network.dispatcher import CallDispatcher
 from swarm_peer.runtime.network.probing import ProbeGiver, Prober
 from swarm_peer.runtime.network.transport import Reply
-from swarm_peer.wire.messages import MAX_PROBE_BYTES
+from swarm_peer.wire.messages import MAX_PROBE_BYTES, ProbeReply
 
 HASH = "0" * 32
 
@@ -107,3 +107,36 @@ def test_a_slow_link_is_measured_by_its_first_bytes(monkeypatch):
     way = anyio.run(lambda: measured(script))
     assert way.down_bytes_per_s > 0
     assert len(asked) == 1 + probing.NUM_PINGS + 2, "one call with bytes each way"
+
+
+class TimedTransport:
+    """Answers each call after the time that is given for it."""
+
+    def __init__(self, passed_s):
+        self.now_s = 0.0
+        self._passed_s = list(passed_s)
+
+    async def call(self, peer_id, call, tensors, *, timeout_s):
+        self.now_s += self._passed_s.pop(0)
+        sent = (memoryview(bytes(call.num_bytes)),) if call.num_bytes else ()
+        return Reply(ProbeReply(unix_s=self.now_s).model_dump(), sent)
+
+
+@pytest.mark.anyio
+async def test_a_round_trip_slower_than_the_bytes_makes_no_link_fast():
+    pings_s = [0.1, *[0.06] * probing.NUM_PINGS]
+    transport = TimedTransport([*pings_s, 0.05, 2.0, 0.05, 2.0])
+    clock = ReadClock(lambda: transport.now_s)
+    way = await Prober(transport=transport, manifest_hash=HASH, clock=clock).measure("member", is_direct=True)
+    assert way.round_trip_s == pytest.approx(0.06)
+    fastest = pytest.approx(2 * probing.FIRST_BYTES / 0.05)
+    assert way.up_bytes_per_s == fastest
+    assert way.down_bytes_per_s == fastest
+
+
+@pytest.mark.anyio
+async def test_a_far_member_is_not_taken_for_a_slow_link():
+    transport = TimedTransport([0.3] * (1 + probing.NUM_PINGS) + [0.35, 0.8, 0.35, 0.8])
+    clock = ReadClock(lambda: transport.now_s)
+    way = await Prober(transport=transport, manifest_hash=HASH, clock=clock).measure("member", is_direct=True)
+    assert way.up_bytes_per_s == pytest.approx((MAX_PROBE_BYTES - probing.FIRST_BYTES) / 0.5)

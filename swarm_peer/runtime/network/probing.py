@@ -23,6 +23,8 @@ NUM_PINGS = 4
 # First so few bytes, and the rest only if these were quick.
 FIRST_BYTES = 2**18
 QUICK_S = 1.0
+# No time that passes is shorter than a clock tells.
+CLOCK_TICK_S = 1e-4
 
 
 class ProbeGiver:
@@ -97,12 +99,16 @@ class Prober:
         )
 
     async def _bytes_per_s(self, peer_id: str, round_trip_s: float, *, is_up: bool) -> float:
-        """How fast bytes pass the link in one direction; a lower bound, since TCP begins slowly."""
+        """How fast bytes pass the link in one direction; a lower bound, since TCP begins slowly.
+
+        Round trips are not alike: where one took longer than the bytes, taking it off would leave no time for them.
+        """
         rate = 0.0
         for num_bytes in (FIRST_BYTES, MAX_PROBE_BYTES - FIRST_BYTES):
             sent, asked = (num_bytes, 0) if is_up else (0, num_bytes)
             passed_s, _ = await self._call(peer_id, timeout_s=LINK_TIMEOUT_S, num_bytes=asked, num_sent=sent)
-            rate = max(rate, num_bytes / max(passed_s - round_trip_s, 1e-4))
+            carrying_s = passed_s - min(round_trip_s, passed_s / 2)
+            rate = max(rate, num_bytes / max(carrying_s, CLOCK_TICK_S))
             if passed_s > QUICK_S:
                 break
         return rate
