@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import anyio
 from anyio import to_thread
 
+from coordinator.checkpoints.store import CheckpointStore
 from coordinator.checkpoints.writer import CheckpointPlan
 from coordinator.config_files import changed_settings
 from coordinator.run.address_files import PEERS, KnownPeers
@@ -54,6 +55,8 @@ STANDBY_IDENTITY = "standby-identity"
 # Between tries to listen on a port that an earlier node of this process gives up.
 PORT_PAUSES_S = (0.2, 0.5, 1.0, 2.0)
 TELLING = f"Telling all peers and standbys that the run is over, for at least {LINGER_S:.0f} s."
+# A coordinator that is stopped waits so long for a store of checkpoints that does not answer.
+STORE_PATIENCE_S = 5.0
 NOT_TOLD = "the files with the addresses of the run are not those of now"
 
 
@@ -271,22 +274,47 @@ async def _check_known_run(
     return known is not None or bool(peers)
 
 
-def _what_now(service: RunService, options: RunOptions, *, is_saved: bool) -> str:
-    """Tell what becomes of a run whose coordinator stops, and which command goes on with it."""
+def _what_now(service: RunService, options: RunOptions, way_back: str, *, is_saved: bool) -> str:
+    """Tell what becomes of a run whose coordinator stops, and which command goes on with it.
+
+    Args:
+        way_back: how to go on without any peer, see _way_back
+    """
     view, output = service.watch.view, options.output
     if is_saved:
         return "The run is over; peers that have not heard of it wait. The same command tells them."
-    place = output if options.plan.store is None else options.plan.store.url
-    begun = f"the same command with --resume {place} goes on from its last checkpoint, if there is one."
     if not has_begun(output):
         once = f", once {output / PEERS} is removed" if (output / PEERS).exists() else ""
-        begun = f"the same command begins it{once}."
+        way_back = f"the same command begins it{once}."
     if not view.peers:
-        return f"The run has no peers; {begun}"
+        return f"The run has no peers; {way_back}"
     without = "" if options.plan.resume is None else " without --resume"
-    again = f"the same command{without} coordinates them again. If they are all gone by then, {begun}"
+    again = f"the same command{without} coordinates them again. If they are all gone by then, {way_back}"
     empty = view.empty_stages()
     return f"The run's peers {f'wait for a peer of stage {empty[0]}' if empty else 'train on'}; {again}"
+
+
+async def _way_back(manifest: RunManifest, options: RunOptions) -> str:
+    """Tell which command goes on with a run that has lost all its peers, as a part of a sentence, with its stop."""
+    resumed, and_with = options.plan.resume, " with"
+    if options.standby:
+        and_with = ", without --standby and --initial-peers, and with"
+    store = options.plan.store or CheckpointStore(str(options.output / CHECKPOINTS))
+    place, newest = store.url, None
+    is_known = False
+    with suppress(UserError), anyio.move_on_after(STORE_PATIENCE_S):
+        newest = await to_thread.run_sync(store.newest, manifest, abandon_on_cancel=True)
+        is_known = True
+    if not is_known:
+        return f"the same command{and_with} --resume {place} goes on from its last checkpoint, if there is one."
+    if newest is None and resumed is not None:
+        place, newest = resumed.address, resumed
+    if newest is not None:
+        return f"the same command{and_with} --resume {place} goes on from optimizer step {newest.optimizer_step}."
+    if options.standby:
+        return "another coordinator may have a checkpoint in its own OUTPUT: this one has written none."
+    anew = "the same command with another --output begins anew."
+    return f"what was trained is lost, since there is no checkpoint yet: {anew}"
 
 
 async def _serve(service: RunService, options: RunOptions) -> None:
@@ -297,7 +325,8 @@ async def _serve(service: RunService, options: RunOptions) -> None:
             async for number in signals:
                 log.info("leaving reason=%s", signal.Signals(number).name)
                 options.promises.stops_early()
-                print(f"This coordinator stops. {_what_now(service, options, is_saved=is_saved)}", flush=True)
+                way_back = await _way_back(service.manifest, options)
+                print(f"This coordinator stops. {_what_now(service, options, way_back, is_saved=is_saved)}", flush=True)
                 tasks.cancel_scope.cancel()
                 return
 

@@ -244,50 +244,24 @@ async def test_a_run_under_other_settings_is_told_by_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "is_begun", "is_resumed", "url", "told"),
+    ("stages", "is_begun", "is_resumed", "told"),
     [
-        ((0, 1), True, False, None, "The run's peers train on; the same command coordinates them again."),
-        (
-            (0, 1),
-            True,
-            True,
-            None,
-            "The run's peers train on; the same command without --resume coordinates them again.",
-        ),
-        (
-            (1,),
-            True,
-            False,
-            None,
-            "The run's peers wait for a peer of stage 0; the same command coordinates them again.",
-        ),
-        (
-            (),
-            True,
-            True,
-            None,
-            "The run has no peers; the same command with --resume OUTPUT goes on from its last checkpoint",
-        ),
-        (
-            (),
-            True,
-            False,
-            "memory://bucket/run",
-            "The run has no peers; the same command with --resume memory://bucket/run goes on from its last checkpoint",
-        ),
-        ((), False, False, None, "The run has no peers; the same command begins it."),
+        ((0, 1), True, False, "The run's peers train on; the same command coordinates them again. If they are all "),
+        ((0, 1), True, True, "The run's peers train on; the same command without --resume coordinates them again."),
+        ((1,), True, False, "The run's peers wait for a peer of stage 0; the same command coordinates them again."),
+        ((), True, False, "The run has no peers; WAY BACK."),
+        ((), False, False, "The run has no peers; the same command begins it."),
         (
             (0,),
             False,
             False,
-            None,
             "The run's peers wait for a peer of stage 1; the same command coordinates them again. If they are all gone "
             "by then, the same command begins it, once OUTPUT/peers is removed.",
         ),
     ],
 )
 def test_who_stops_a_coordinator_learns_what_now(
-    tmp_path: Path, stages: Sequence[int], is_begun: bool, is_resumed: bool, url: str | None, told: str
+    tmp_path: Path, stages: Sequence[int], is_begun: bool, is_resumed: bool, told: str
 ) -> None:
     if is_begun:
         (tmp_path / "metrics.jsonl").write_text("{}\n")
@@ -295,13 +269,55 @@ def test_who_stops_a_coordinator_learns_what_now(
         (tmp_path / "peers").touch()
     peers = tuple(PeerView(peer_id=f"p{stage}", stage=stage, state=PeerState.SERVING) for stage in stages)
     service: Any = SimpleNamespace(watch=SimpleNamespace(view=SwarmView(2, peers)))
-    store = None if url is None else CheckpointStore(url)
-    plan = CheckpointPlan(store, resume=object() if is_resumed else None)  # type: ignore[arg-type]
+    plan = CheckpointPlan(None, resume=object() if is_resumed else None)  # type: ignore[arg-type]
     options = RunOptions(output=tmp_path, plan=plan)
-    what_now = serve._what_now(service, options, is_saved=False)
+    what_now = serve._what_now(service, options, "WAY BACK.", is_saved=False)
     assert what_now.startswith(told.replace("OUTPUT", str(tmp_path)))
-    place = tmp_path if url is None else url
-    assert not is_begun or f"the same command with --resume {place} goes on from its last checkpoint" in what_now
+    assert what_now.endswith("WAY BACK.") is is_begun
+
+
+LOST = "what was trained is lost, since there is no checkpoint yet: the same command with another --output begins anew."
+
+
+@pytest.mark.parametrize(
+    ("found", "resumed", "standby", "told"),
+    [
+        (50, None, False, "the same command with --resume memory://run goes on from optimizer step 50."),
+        (50, 20, False, "the same command with --resume memory://run goes on from optimizer step 50."),
+        (None, 20, False, "the same command with --resume step-20 goes on from optimizer step 20."),
+        (None, None, False, LOST),
+        (
+            UserError("no answer"),
+            None,
+            False,
+            "--resume memory://run goes on from its last checkpoint, if there is one.",
+        ),
+        (
+            50,
+            None,
+            True,
+            "the same command, without --standby and --initial-peers, and with --resume memory://run goes ",
+        ),
+        (None, None, True, "another coordinator may have a checkpoint in its own OUTPUT: this one has written none."),
+    ],
+)
+async def test_the_way_back_is_a_command_that_works(
+    tmp_path: Path, found: Any, resumed: int | None, standby: bool, told: str
+) -> None:
+    def newest(manifest: RunManifest) -> Any:
+        assert manifest is MANIFEST
+        if isinstance(found, UserError):
+            raise found
+        return None if found is None else SimpleNamespace(optimizer_step=found)
+
+    store: Any = SimpleNamespace(url="memory://run", newest=newest)
+    resume: Any = None if resumed is None else SimpleNamespace(optimizer_step=resumed, address=f"step-{resumed}")
+    options = RunOptions(output=tmp_path, plan=CheckpointPlan(store, resume=resume), standby=standby)
+    assert told in await serve._way_back(MANIFEST, options)
+
+
+async def test_a_run_that_writes_no_checkpoints_has_none(tmp_path: Path) -> None:
+    assert await serve._way_back(MANIFEST, RunOptions(output=tmp_path, plan=CheckpointPlan(None))) == LOST
 
 
 @pytest.mark.parametrize(("made", "is_behind"), [(60, False), (120, True)])
@@ -350,6 +366,7 @@ async def test_a_coordinator_that_is_stopped_leaves_what_is_under_way_to_the_nex
     options.promises.checkpoint_due(50, "its peers still write")
 
     class Service:
+        manifest = MANIFEST
         watch = SimpleNamespace(view=SwarmView(2))
 
         async def run(self) -> bool:
