@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -75,8 +75,11 @@ class ModelSource:
         # Unlike Path.expanduser, this raises nothing for a user whom this machine does not know.
         return Path(os.path.expanduser(self.name)) if is_path else None
 
-    def fetch(self, file: str) -> Path | None:
+    def fetch(self, file: str, *, is_needed: bool = False) -> Path | None:
         """The file on this machine, downloaded if need be; None if there is no such file.
+
+        Args:
+            is_needed: it is an error, too, if the hub does not answer and this machine has kept no such file
 
         Raises:
             UserError: there is no such folder, or the hub does not give its files
@@ -95,6 +98,12 @@ class ModelSource:
                 return Path(hf_hub_download(repository, file, revision=revision or None, cache_dir=self.cache_dir))
         except EntryNotFoundError as error:  # also what is not in the cache of a machine without network
             log.debug("file_not_found model=%s file=%s reason=%s", self.name, file, error)
+            if is_needed and isinstance(error, LocalEntryNotFoundError):
+                raise self.error(
+                    f"cannot be had: the Hugging Face hub does not answer (check the network and HF_HUB_OFFLINE), and "
+                    f"this machine has kept no {file} of it; a folder that has it may be named with --set "
+                    f"{self.key}=./FOLDER"
+                ) from error
             return None
         except (OSError, ValueError) as error:  # every other error of the hub's client is one of the two
             if (fault := machine_fault(error)) is not None:
@@ -115,13 +124,16 @@ class ModelSource:
             return None
         return Path(found) if isinstance(found, str) else None
 
-    def read_json(self, file: str) -> dict[str, Any] | None:
+    def read_json(self, file: str, *, is_needed: bool = False) -> dict[str, Any] | None:
         """A file that holds a mapping; None if there is no such file.
+
+        Args:
+            is_needed: see fetch
 
         Raises:
             UserError: it cannot be read, or holds something else
         """
-        if (path := self.fetch(file)) is None:
+        if (path := self.fetch(file, is_needed=is_needed)) is None:
             return None
         try:
             if (raw := path.read_bytes()).startswith(LFS_POINTER):
@@ -137,7 +149,7 @@ class ModelSource:
 
     def read_config(self) -> dict[str, Any]:
         """The model's config.json. Raises UserError."""
-        if (config := self.read_json(CONFIG_FILE)) is None:
+        if (config := self.read_json(CONFIG_FILE, is_needed=True)) is None:
             raise self._lacks(CONFIG_FILE)
         return config
 
@@ -154,7 +166,7 @@ class ModelSource:
             return f"./{self.name}"
         if self.folder is not None:
             return self.name
-        if (path := self.fetch(file)) is None:
+        if (path := self.fetch(file, is_needed=True)) is None:
             raise self._lacks(file)
         commit = path.parent.name  # of .../snapshots/COMMIT/FILE
         is_commit = re.fullmatch("[0-9a-f]{40}", commit) is not None
@@ -162,12 +174,8 @@ class ModelSource:
 
     def _lacks(self, file: str) -> UserError:
         is_gguf = self.folder is not None and any(self.folder.glob("*.gguf"))
-        hint = ", which transformers makes of a GGUF file" if is_gguf else self._hint
+        hint = ", which transformers makes of a GGUF file" if is_gguf else ""
         return self.error(f"has no {file}: give the folder or hub name of a transformers model{hint}")
-
-    @property
-    def _hint(self) -> str:
-        return "" if self.folder is not None else " (or check the network and HF_HUB_OFFLINE)"
 
     def files_by_tensor(self) -> dict[str, str]:
         """In which file each tensor is.
@@ -178,11 +186,11 @@ class ModelSource:
         if (path := self.fetch(WEIGHTS_FILE)) is not None:
             with self.opened(WEIGHTS_FILE, path) as file:
                 return dict.fromkeys(file.keys(), WEIGHTS_FILE)
-        index = self.read_json(INDEX_FILE)
+        index = self.read_json(INDEX_FILE, is_needed=True)
         if index is None:
             raise self.error(
                 f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}: give a model that was saved as safetensors, not as "
-                f"pytorch_model.bin or GGUF{self._hint}"
+                f"pytorch_model.bin or GGUF"
             )
         files = index.get("weight_map")
         if not isinstance(files, dict) or not all(map(_is_below, files.values())):

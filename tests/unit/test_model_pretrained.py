@@ -328,16 +328,28 @@ def test_a_model_that_the_hub_does_not_have(monkeypatch):
     assert "'no/body' cannot be had from the Hugging Face hub (no such repository): correct" in one_line(caught)
 
 
-@pytest.mark.parametrize("error", [LocalEntryNotFoundError, RemoteEntryNotFoundError])
-def test_a_file_that_the_hub_does_not_have(error, monkeypatch):
+def test_a_file_that_the_hub_does_not_have(monkeypatch):
     def download(*_, **__):
-        raise error.__new__(error, "not there\nreally")
+        raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError, "not there\nreally")
 
     monkeypatch.setattr(pretrained, "hf_hub_download", download)
     with pytest.raises(UserError) as caught:
         manifest_of("some/body")
     assert "'some/body' has no config.json: " in one_line(caught)
-    assert "(or check the network and HF_HUB_OFFLINE)" in str(caught.value)
+
+
+@pytest.mark.parametrize("ask", [ModelSource.read_config, ModelSource.pinned, ModelSource.files_by_tensor])
+def test_a_hub_that_does_not_answer_is_no_model_without_files(ask, monkeypatch):
+    def download(*_, **__):
+        raise LocalEntryNotFoundError("cannot reach it")
+
+    monkeypatch.setattr(pretrained, "hf_hub_download", download)
+    source = ModelSource("some/body")
+    with pytest.raises(UserError) as caught:
+        ask(source)
+    assert "'some/body' cannot be had: the Hugging Face hub does not answer (check the network" in one_line(caught)
+    assert "may be named with --set model.pretrained=./FOLDER" in str(caught.value)
+    assert source.fetch("chat_template.jinja") is None, "what a model may lack is no reason to stop"
 
 
 def test_a_hub_out_of_reach_is_asked_once_and_told_of(monkeypatch):
