@@ -73,13 +73,18 @@ class LiveView:
             if not self._has_seen_peers:
                 return
             self._print_line(watch)
-            empty = watch.view.empty_stages() if watch.shown_step else []
-            if empty and empty != self._was_empty:
-                self.print(f"{_waits(empty).capitalize()}.")
-            self._was_empty = empty
+            self._print_waiting(watch)
             return
         self._progress.update(self._task, completed=watch.shown_step, total=watch.last_step)
         self._live.update(Group(run_table(watch), self._progress))
+
+    def _print_waiting(self, watch: RunWatch) -> None:
+        """Say once for which stages the run waits; before its first step, not for those that peers are joining."""
+        has_begun = bool(watch.shown_step)
+        empty = [stage for stage in watch.view.empty_stages() if has_begun or not watch.view.in_stage(stage)]
+        if empty and empty != self._was_empty:
+            self.print(f"{_waits(empty).capitalize() if has_begun else _waits_for_first(empty)}.")
+        self._was_empty = empty
 
     def _print_line(self, watch: RunWatch) -> None:
         done = watch.shown_step == watch.last_step
@@ -186,6 +191,10 @@ def _coordination(watch: RunWatch) -> str:
 
 def _waits(empty: Sequence[int]) -> str:
     return f"the run waits: nobody serves stage {', '.join(map(str, empty))}"
+
+
+def _waits_for_first(empty: Sequence[int]) -> str:
+    return f"The run waits for its first peer of stage {', '.join(map(str, empty))}"
 
 
 def _waits_to_begin(watch: RunWatch) -> list[str]:

@@ -51,7 +51,20 @@ def test_a_log_says_once_that_the_run_waits_for_a_stage(capsys):
         watch.begun_at = begun_at
         watch.observe(view, {}, 0.0)
         live.update(watch)
-    assert capsys.readouterr().out.count("The run waits: nobody serves stage 1.") == 2
+    said = capsys.readouterr().out
+    assert said.count("The run waits: nobody serves stage 1.") == 2
+    assert said.count("The run waits for its first peer of stage 1.") == 1
+
+
+def test_a_run_that_begins_waits_for_no_peer_that_is_joining(capsys):
+    watch, live = make_watch(), LiveView(10)
+    joining = replace(peer("b", 1), state=PeerState.JOINING)
+    for peers in ((peer("a", 0), joining), (peer("a", 0),), (peer("a", 0),), (peer("a", 0), joining)):
+        watch.observe(SwarmView(2, peers), {}, 0.0)
+        live.update(watch)
+    assert [line for line in capsys.readouterr().out.splitlines() if "waits" in line] == [
+        "The run waits for its first peer of stage 1."
+    ]
 
 
 def test_a_coordinator_that_is_started_again_says_nothing_before_it_has_looked(capsys):

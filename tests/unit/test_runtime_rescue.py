@@ -12,6 +12,7 @@ from contexts import ReadClock, make_context
 from swarm_peer.config import RunManifest
 from swarm_peer.model.resolved import ResolvedManifest
 from swarm_peer.model.training import max_state_bytes
+from swarm_peer.peer_options import PeerOptions
 from swarm_peer.policy.view import PeerState, PeerView, SwarmView
 from swarm_peer.runtime.state import rescue
 from swarm_peer.runtime.state.rescue import JOINER_BYTES_PER_S, JOINER_PATIENCE, RESCUE_PATIENCE, watch_stages
@@ -71,9 +72,10 @@ class Swarm:
         self.max_age_s = max_age_s
         return SwarmView(3, tuple(self.peers.values()))
 
-    async def watch(self, name):
+    async def watch(self, name, stage="auto"):
         identity = SimpleNamespace(peer_id=name)
-        context = make_context(MANIFEST, identity=identity, clock=ReadClock(self._clock.monotonic))
+        options = PeerOptions(initial_peers=("x",), stage=stage)
+        context = make_context(MANIFEST, identity=identity, clock=ReadClock(self._clock.monotonic), options=options)
         return await watch_stages(context, self.look)
 
 
@@ -160,3 +162,36 @@ async def test_a_peer_that_is_not_chosen_stays(swarm, clock):
     for task in watching:
         task.cancel()
     assert await swarm.watch("b") == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer_step", "own_stage", "told"),
+    [
+        (0, "auto", ("INFO", "stage 1 has no peer yet: start another one with the same line")),
+        (0, "0", ("INFO", "stage 1 has no peer yet: start another one with --stage 1")),
+        (7, "auto", ("WARNING", "no peer may move to stage 1: none is free, or each is the last of its stage")),
+    ],
+)
+async def test_the_first_peer_of_a_run_is_told_to_wait_for_others(
+    swarm, clock, caplog, optimizer_step, own_stage, told
+):
+    swarm.add("a", 0)
+    swarm.add("c", 2)
+    swarm.change("a", optimizer_step=optimizer_step)
+    with caplog.at_level("INFO", logger=rescue.__name__):
+        watching = asyncio.ensure_future(swarm.watch("a", own_stage))
+        await until(lambda: swarm.looks > 50)
+        watching.cancel()
+    (record,) = caplog.records
+    assert record.levelname == told[0]
+    assert record.getMessage() == f"stage_empty stage=1 reason={told[1]}"
+
+
+async def test_who_takes_an_empty_stage_over_is_named(swarm, clock, caplog):
+    for name, stage in (("a", 0), ("b", 0), ("c", 2)):
+        swarm.add(name, stage)
+    swarm.change("c", optimizer_step=7)
+    await swarm.watch("a")
+    assert [record.getMessage() for record in caplog.records] == [
+        "stage_empty stage=1 mover=a reason=it is the slowest of the 2 peers of the fullest stage"
+    ]

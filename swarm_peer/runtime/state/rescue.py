@@ -9,7 +9,7 @@ from typing import Protocol
 import anyio
 
 from swarm_peer.model.training import max_state_bytes
-from swarm_peer.policy.placement.lost_stage import choose_mover
+from swarm_peer.policy.placement.lost_stage import ChosenMover, choose_mover
 from swarm_peer.policy.placement.ways import as_reached
 from swarm_peer.policy.view import PeerState, SwarmView
 from swarm_peer.runtime.context import PeerContext
@@ -63,7 +63,19 @@ async def watch_stages(context: PeerContext, look: Look) -> int:
                 continue
             mover = choose_mover(view, stage, movable, stuck)
             if reported.get(stage) != mover.reason:
-                log.warning("stage_empty stage=%d mover=%s reason=%s", stage, mover.peer_id, mover.reason)
+                _report(view, stage, mover, context.options.stage)
                 reported[stage] = mover.reason
             if mover.peer_id == me:
                 return stage
+
+
+def _report(view: SwarmView, stage: int, mover: ChosenMover, own_stage: str) -> None:
+    """Say that a stage is empty, and who takes it over; a run that begins is still waiting for its first peers."""
+    begins = not any(peer.optimizer_step for peer in view.peers)
+    chosen = f" mover={mover.peer_id}" if mover.peer_id is not None else ""
+    reason = mover.reason
+    if begins and mover.peer_id is None and not view.in_stage(stage):
+        line = "the same line" if own_stage == "auto" else f"--stage {stage}"
+        reason = f"stage {stage} has no peer yet: start another one with {line}"
+    level = logging.INFO if begins else logging.WARNING
+    log.log(level, "stage_empty stage=%d%s reason=%s", stage, chosen, reason)
