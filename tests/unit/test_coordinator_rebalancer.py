@@ -488,12 +488,41 @@ def test_what_is_not_believed_is_reported_once(caplog: pytest.LogCaptureFixture)
     ]
 
 
+def test_a_stage_that_does_more_than_it_announces_is_told_of_once_for_those_who_serve_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run()
+    run.peers = {name: replace(peer, movable=False) for name, peer in run.peers.items()}
+    with caplog.at_level(logging.INFO):
+        for come in range(2):
+            for _ in range(3):
+                for delivered in (100, 200):  # "f" alone announces 10 a second for stage 1
+                    run.delivered = delivered
+                    run.look(10 + SETTLING_S + 1)
+            told = [record for record in caplog.records if "speed_not_believed stage=1" in record.getMessage()]
+            assert [record.levelname for record in told] == ["INFO"] * (come + 1)
+            run.add("g", 0, movable=False)
+
+
+def test_of_a_run_that_all_have_left_no_decision_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    run.peers = {name: replace(peer, movable=False) for name, peer in run.peers.items()}
+    run.look(60)
+    reason = run.policy.reason
+    run.peers = {}
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            run.look(60)
+    assert "rebalancing" not in caplog.text
+    assert run.policy.reason == reason
+
+
 def test_what_was_delivered_before_a_peer_left_says_nothing_of_the_others() -> None:
     run = Run()
     run.delivered = 200  # 20 a second; "f" alone announces 10 for stage 1
     run.peers = {name: replace(peer, movable=False) for name, peer in run.peers.items()}
     run.look(60)
-    reported = run.policy._disbelieved
-    assert reported == frozenset(), "who is here has just come"
+    assert run.policy._disbelieved == set(), "who is here has just come"
     run.look(10 + SETTLING_S + 1)
     assert run.policy._disbelieved == {"stage=1"}

@@ -83,7 +83,7 @@ class LiveRebalancer:
         self._members: frozenset[str] | None = None  # by their first ids
         self._members_changed_s = -math.inf
         self._joining_s: dict[tuple[str, int], float] = {}  # when a peer was first seen joining a stage
-        self._disbelieved: frozenset[str] = frozenset()
+        self._disbelieved: set[str] = set()  # what has been told of those who serve now
         self._serving: frozenset[tuple[str, int]] = frozenset()
         self._serving_since_s = begun_s
         self._decided_s = begun_s
@@ -115,13 +115,14 @@ class LiveRebalancer:
         serving = frozenset((peer.peer_id, peer.stage) for peer in view.peers if peer.state is PeerState.SERVING)
         if serving != self._serving:
             self._serving, self._serving_since_s = serving, now_s
+            self._disbelieved.clear()
         # Samples that former peers have done say nothing of those that are here now.
         is_theirs = seconds > 0 and now_s - self._serving_since_s > seconds + SETTLING_S
         view, findings = believed(view, self._params.stage_costs, delivered / seconds if is_theirs else 0.0)
-        disbelieved = frozenset(finding.subject for finding in findings)
-        if disbelieved - self._disbelieved:
-            notes += [Note(f"speed_not_believed {f.subject} reason={f.reason}", is_warning=True) for f in findings]
-        self._disbelieved = disbelieved
+        # Means over different times come and go beside each other.
+        new = [finding for finding in findings if finding.subject not in self._disbelieved]
+        notes += [Note(f"speed_not_believed {f.subject} reason={f.reason}", is_warning=not f.is_of_stage) for f in new]
+        self._disbelieved |= {finding.subject for finding in new}
         self._observe_members(view, now_s)
         return notes + (self._decide(view, now_s) if self._is_time(view, delivered > 0 or is_cut_off, now_s) else [])
 
@@ -130,7 +131,9 @@ class LiveRebalancer:
         if not computes:
             self._computing_s = now_s
         # The first announcements of some peers are still to come, or no peer has computed yet.
-        if not computes or now_s < self._settled_s or self._waits_for_inherited(view, now_s):
+        # Or all have gone, and there is nobody to move.
+        is_early = not computes or not self._serving or now_s < self._settled_s
+        if is_early or self._waits_for_inherited(view, now_s):
             self._decided_s = now_s
             return False
         waited_s = now_s - self._decided_s

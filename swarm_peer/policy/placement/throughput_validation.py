@@ -50,10 +50,12 @@ class Finding:
 
     Attributes:
         subject: `peer=ID`, or `stage=K` if it is the speed of a whole stage
+        is_of_stage: whether it is, which is no wonder on busy machines
     """
 
     subject: str
     reason: str
+    is_of_stage: bool = False
 
 
 def believed(
@@ -87,7 +89,7 @@ def believed(
         announced = sum(speeds[peer.peer_id] for peer in view.in_stage(stage) if peer.state is PeerState.SERVING)
         if 0 < announced * TOLERANCE < delivered_per_s:
             reason = f"its peers announce {announced:.3g} samples/s, and {delivered_per_s:.3g} pass through it"
-            findings.append(Finding(f"stage={stage}", reason))
+            findings.append(Finding(f"stage={stage}", reason, is_of_stage=True))
             for peer in view.in_stage(stage):
                 scaled = speeds[peer.peer_id] * (delivered_per_s / announced)
                 speeds[peer.peer_id] = min(scaled, limit / stage_costs[stage])
