@@ -51,7 +51,7 @@ async def node(folder: Path, relay_mbps: float, initial_peers: tuple[str, ...]) 
         map_port=True,
         relay_mbps=relay_mbps,
     ) as dht:
-        dht.dial_by(lambda peer: known.get(peer, []), lambda peer: dialable.get(peer))
+        dht.dial_by(lambda peer: known.get(peer, []), lambda peer: dialable.get(peer), lambda peer: False)
 
         async def sink(_: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             num_bytes = 0

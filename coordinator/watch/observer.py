@@ -120,7 +120,7 @@ def observer_directory(
         metrics=metrics or PeerMetrics(),
         changed=Condition(),
     )
-    dht.dial_by(directory.addresses_of, directory.can_be_dialled)
+    dht.dial_by(directory.addresses_of, directory.can_be_dialled, directory.has_left)
     return directory
 
 

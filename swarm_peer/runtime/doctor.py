@@ -125,7 +125,7 @@ async def _look_at_run(options: PeerOptions, entrance: Entrance, identity_path: 
         run_id, manifest = await find_manifest(dht, entrance, options.run_id)
         resolved = await SystemThreads().run(ResolvedManifest.of, manifest)
         directory = Directory(manifest=manifest, dht=dht, clock=clock, metrics=metrics, changed=Condition())
-        dht.dial_by(directory.addresses_of, directory.can_be_dialled)
+        dht.dial_by(directory.addresses_of, directory.can_be_dialled, directory.has_left)
         async with P2PTransport.open(
             dht.p2p, passes=dht.passes, max_payload_bytes=MAX_PAYLOAD_BYTES, metrics=metrics
         ) as transport:

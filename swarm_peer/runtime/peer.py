@@ -101,7 +101,7 @@ class Peer:
             describe_self=self._describe,
             device=in_words(device),
         )
-        dht.dial_by(self._directory.addresses_of, self._directory.can_be_dialled)
+        dht.dial_by(self._directory.addresses_of, self._directory.can_be_dialled, self._directory.has_left)
         self._members = RunMembers(context=context, directory=self._directory, dht=dht)
         probes = refusing(ProbeGiver(context.clock).calls, self._lifecycle)
         self._dispatcher = CallDispatcher(manifest_hash=context.resolved.hash, calls=probes)

@@ -159,7 +159,7 @@ async def test_a_peer_is_dialled_where_it_announces_itself(tmp_path: Path) -> No
         other_id = PeerID.from_base58(other.identity.peer_id)
         with pytest.raises(P2PDaemonError):
             await one.p2p.call_binary_stream_handler(other_id, PROTOCOL)
-        one.dial_by(lambda peer_id: other.addresses, lambda peer_id: True)
+        one.dial_by(lambda peer_id: other.addresses, lambda peer_id: True, lambda peer_id: False)
         *_, writer = await one.p2p.call_binary_stream_handler(other_id, PROTOCOL)
         writer.close()
 

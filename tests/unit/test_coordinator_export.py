@@ -169,7 +169,7 @@ def test_a_run_without_adapters_has_nothing_to_merge(tmp_path, monkeypatch, caps
     assert not (tmp_path / "model").exists()
 
 
-DHT = SimpleNamespace(dial_by=lambda announced, can_be_dialled: None)
+DHT = SimpleNamespace(dial_by=lambda announced, can_be_dialled, has_left: None)
 
 
 def test_a_live_run_is_exported_by_an_observer(tmp_path, monkeypatch, capsys):

@@ -463,7 +463,7 @@ class FakeDHT:
     def keep_run(self, run_id, manifest):
         pass
 
-    def dial_by(self, announced, can_be_dialled):
+    def dial_by(self, announced, can_be_dialled, has_left):
         pass
 
     async def store(self, *_, **__):

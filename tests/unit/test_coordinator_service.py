@@ -60,7 +60,7 @@ class FakeDHT:
     async def fetch(self, *_):
         raise CallError("no answer")
 
-    def dial_by(self, announced, can_be_dialled):
+    def dial_by(self, announced, can_be_dialled, has_left):
         pass
 
 

@@ -156,6 +156,7 @@ async def test_who_has_left_its_stage_is_gone_at_once(directory, dht):
     dht.left, dht.serials["a"] = {"a"}, 2
     await directory.refresh([1])
     assert (seen(directory), directory.view.left) == (["b"], {"a"})
+    assert [directory.has_left(peer) for peer in ("a", "b", "nobody")] == [True, False, False]
     assert directory.view.serving(1) == directory.view.in_stage(1) == directory.view.peers
     directory.drop("a")
     assert "a" not in [peer.peer_id for peer in directory.overdue()]
@@ -168,6 +169,7 @@ async def test_who_has_left_one_stage_for_another_is_seen_there(directory, dht):
         await directory.refresh(stages)
         [a, _] = directory.view.peers
         assert (a.peer_id, a.stage, a.state, directory.view.left) == ("a", 0, PeerState.JOINING, frozenset())
+        assert not directory.has_left("a")
     dht.left, dht.serials["a"] = set(), 4
     await directory.refresh([0, 1])
     assert directory.view.peer("a").stage == 1, "it has come back"

@@ -154,6 +154,7 @@ class Client:
         self.opened = []
         self.can_be_dialled = {HELP: True}.get
         self.announced = {HELP: [SEEN[HELP]]}.get
+        self.has_left = lambda name: False
         self.initial = frozenset()
         self.may_carry = lambda: True
         self.num_carried = 0
@@ -328,14 +329,28 @@ async def test_a_defect_while_a_better_way_is_looked_for_ends_no_ways(monkeypatc
 
 async def test_an_owner_may_have_nothing_carried(monkeypatch, caplog):
     monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.GOODBYE_HEARD_S", 0.0)
     net = Net(opens=False)
     caplog.set_level("INFO")
     async with net.running(relay_bytes_per_s=0) as nodes:
         await nodes[A].reach(B, [])
-        assert "relay nothing" in caplog.text
+        await until(lambda: "relay nothing" in caplog.text)
         assert frozenset((A, B)) not in net.links
         await nodes[A].reach(B, [])
         assert caplog.text.count("no_way") == 1, "it is not tried again at once"
+
+
+async def test_nothing_is_said_of_the_way_to_a_peer_whose_goodbye_comes_later(monkeypatch, caplog):
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.PUNCH_S", 0.1)
+    monkeypatch.setattr("swarm_peer.runtime.network.meetings.GOODBYE_HEARD_S", 0.0)
+    net, asked = Net(opens=False), []
+    caplog.set_level("INFO")
+    async with net.running(relay_bytes_per_s=0) as nodes:
+        nodes[A]._p2p.has_left = lambda name: asked.append(name) or True
+        await nodes[A].reach(B, [])
+        await until(lambda: asked)
+        assert asked == [B]
+        assert "no_way" not in caplog.text
 
 
 @pytest.mark.parametrize("is_relay", [False, True])

@@ -329,7 +329,7 @@ async def test_a_peer_with_a_stage_tells_its_gpu_by_name(monkeypatch):
         relays=(),
         passes=None,
         store=store,
-        dial_by=lambda addresses_of, can_be_dialled: None,
+        dial_by=lambda addresses_of, can_be_dialled, has_left: None,
     )
     peer = Peer(
         context=context, dht=dht, transport=None, device=torch.device("cuda:0"), device_thread=SimpleNamespace()

@@ -242,9 +242,18 @@ class SwarmDHT:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._node.shutdown()
 
-    def dial_by(self, announced: Callable[[str], Sequence[str]], can_be_dialled: Callable[[str], bool | None]) -> None:
-        """Have peers dialled at the addresses that they announce; where they cannot be, others help."""
-        self.p2p.announced, self.p2p.can_be_dialled = announced, can_be_dialled
+    def dial_by(
+        self,
+        announced: Callable[[str], Sequence[str]],
+        can_be_dialled: Callable[[str], bool | None],
+        has_left: Callable[[str], bool],
+    ) -> None:
+        """Have peers dialled at the addresses that they announce; where they cannot be, others help.
+
+        Args:
+            has_left: whether a peer has said that it leaves: it is no wonder if there is no way to it
+        """
+        self.p2p.announced, self.p2p.can_be_dialled, self.p2p.has_left = announced, can_be_dialled, has_left
 
     async def dial(self, peer_ids: Sequence[str]) -> None:
         """Keep connections to some peers: those that cannot dial this node call it by them."""

@@ -303,6 +303,11 @@ class Directory:
         known = self._remembered.get(peer_id)
         return known is not None and known[0].state != PeerState.LEFT.value
 
+    def has_left(self, peer_id: str) -> bool:
+        """Whether the last announcement of a peer is that it has left its stage."""
+        known = self._remembered.get(peer_id)
+        return known is not None and known[0].state == PeerState.LEFT.value
+
     def look_soon(self) -> None:
         """Have `run_polling` look without a long pause, since this directory does not know some peer yet."""
         self._stranger_seen.set()

@@ -81,6 +81,7 @@ class GuardedP2P(P2P):  # type: ignore[misc]
     # The addresses that a peer announces, and whether others can dial it by its own account.
     announced: Callable[[str], Sequence[str]] = staticmethod(lambda peer_id: ())
     can_be_dialled: Callable[[str], bool | None] = staticmethod(lambda peer_id: None)
+    has_left: Callable[[str], bool] = staticmethod(lambda peer_id: False)
     # Told of bytes that this node has carried for others.
     carried: Callable[[int], None] = staticmethod(lambda num_bytes: None)
     # Whether the machine's owner has this node carry for others now.

@@ -58,6 +58,8 @@ AGAIN_S = (15.0, 30.0, 60.0, 120.0)
 IMPROVE_S = 10.0
 # A direct way that was not there is looked for again after so long: each time, calls under way are made again.
 BETTER_AGAIN_S = 900.0
+# A node that is out of reach may just leave: its last announcement is found within so long.
+GOODBYE_HEARD_S = 5.0
 # Streams of others whose first message has not been read: anybody can open some.
 MOST_UNREAD = 32
 MOST_UNREAD_EACH = 2
@@ -212,6 +214,7 @@ class Meetings:
         await search.wait()
 
     async def _search(self, name: str, addresses: Sequence[str], search: anyio.Event) -> None:
+        assert self._tasks is not None
         try:
             try:
                 how = await self._find(name, addresses)
@@ -220,16 +223,8 @@ class Meetings:
                 pause_s = AGAIN_S[min(self._failures[name], len(AGAIN_S) - 1)] * self._rng.uniform(0.7, 1.3)
                 self._failures[name] += 1
                 self._not_before_s[name] = anyio.current_time() + pause_s
-                # Such a peer may only have gone: its announcement lasts some seconds longer.
-                log.log(
-                    logging.WARNING if self._failures[name] == len(AGAIN_S) else logging.INFO,
-                    "no_way peer=%s again_s=%.0f reason=%s: unless that peer has just left, forward the port of this "
-                    "machine's router or of that one's, or have a member that both reach carry their connection "
-                    "(--relay-mbps)",
-                    name,
-                    pause_s,
-                    error,
-                )
+                level = logging.WARNING if self._failures[name] == len(AGAIN_S) else logging.INFO
+                self._tasks.start_soon(self._tell_no_way, name, level, pause_s, str(error))
             except Exception:  # a defect, or no descriptor is free: that must not end the ways of others
                 self._metrics.handler_defects.inc()
                 log.exception("search_failed peer=%s", name)
@@ -241,6 +236,20 @@ class Meetings:
         finally:
             del self._searches[name]
             search.set()
+
+    async def _tell_no_way(self, name: str, level: int, pause_s: float, reason: str) -> None:
+        """Say that there is no way to a node, unless it has only gone: its goodbye is heard some seconds later."""
+        await anyio.sleep(GOODBYE_HEARD_S)
+        if not self._p2p.has_left(name):
+            log.log(
+                level,
+                "no_way peer=%s again_s=%.0f reason=%s: unless that peer has just left, forward the port of this "
+                "machine's router or of that one's, or have a member that both reach carry their connection "
+                "(--relay-mbps)",
+                name,
+                pause_s,
+                reason,
+            )
 
     async def _find(self, name: str, addresses: Sequence[str]) -> str:
         """Connect to a node by the best way that there is; returns which one, in words.
