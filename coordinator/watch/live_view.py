@@ -14,7 +14,7 @@ from rich.text import Text
 from coordinator.watch.happenings import Event
 from coordinator.watch.reached import how_reached, longest_round_trip, missing_ways_line
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill_words import how_long, in_words
+from coordinator.watch.standstill_words import how_long, in_words, served_by_nobody
 from coordinator.watch.what_is_trained import training_line
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.view import PeerView
@@ -190,7 +190,7 @@ def _coordination(watch: RunWatch) -> str:
 
 
 def _waits(empty: Sequence[int]) -> str:
-    return f"the run waits: nobody serves stage {', '.join(map(str, empty))}"
+    return f"the run waits: {served_by_nobody(empty)}"
 
 
 def _waits_for_first(empty: Sequence[int]) -> str:
@@ -211,7 +211,7 @@ def _step(watch: RunWatch) -> str:
 
 
 def _figures(watch: RunWatch) -> list[str]:
-    line = watch.last_line
+    line = watch.shown_line
     targets = [] if watch.target_share is None else [f"{watch.target_share:.0%} of tokens are targets"]
     return [
         f"loss {_number(line['loss'] if line else None, '.4f')}",

@@ -86,6 +86,7 @@ class RunWatch:
         self._authors: dict[str, float] = {}  # when each was seen last
         self._older_validation_loss: float | None = None  # the last one of lines that are not kept any more
         self._recalled: Sequence[MetricsLine] = ()
+        self._told_line: MetricsLine | None = None  # of the last step, where a stage has nobody to bear it out
 
     def recall(self, lines: Sequence[MetricsLine]) -> None:
         """Go on from the lines that an earlier process has written, once there is a peer that tells of later ones."""
@@ -105,6 +106,11 @@ class RunWatch:
     def last_line(self) -> MetricsLine | None:
         """The line of the last finished step."""
         return self.lines[-1] if self.lines else None
+
+    @property
+    def shown_line(self) -> MetricsLine | None:
+        """The line of the last finished step, to be shown; of a run that waits, as most peers of stage 0 tell it."""
+        return self.last_line or self._told_line
 
     @property
     def validation_loss(self) -> float | None:
@@ -165,6 +171,7 @@ class RunWatch:
         told = {author: progress[author] for author in sorted(self._authors) if author in progress}
         self._look_for_return(now)
         self._believe(told, now)
+        self._told_line = self._told_by_most(known) if view.empty_stages() else None
         if not self.lines and self._reports:
             earlier = min(self._reports)
             self._older_validation_loss = _last_validation_loss(told.values(), earlier)
@@ -288,6 +295,19 @@ class RunWatch:
                 self._reports[report.round_number] = (report, self.peers_by_stage(), stage_shares(self.view), now)
                 last = position
 
+    def _told_by_most(self, known: Mapping[str, ProgressRecord]) -> MetricsLine | None:
+        """The line of the last step that most peers of stage 0 tell of; None if they tell of none."""
+        reports = [report for record in known.values() for report in record.finished]
+        newest = [max(map(_reached_by, record.finished)) for record in known.values() if record.finished]
+        if 2 * len(newest) <= len([peer for peer in self.view.in_stage(0) if peer.has_work]):
+            return None
+        reached = median_low(newest)
+        return self._line_of(
+            _middle([report for report in reports if _reached_by(report) == reached]),
+            self.peers_by_stage(),
+            stage_shares(self.view),
+        )
+
     def _validation(self, round_number: int) -> tuple[ValidationLoss | None, bool]:
         """The validation loss of the weights that a round began with, and whether all held-out samples are in it."""
         shares = [share for (number, _), share in self._validations.items() if number == round_number]
@@ -319,6 +339,15 @@ class RunWatch:
         due = self.manifest.training.validates_at(report.optimizer_step, self.last_step)
         if due and not is_whole and self._waits and now < seen + self._validation_wait_s(report.round_number):
             return None
+        return self._line_of(report, peers, shares, validation)
+
+    def _line_of(
+        self,
+        report: RoundReport,
+        peers: list[int],
+        shares: StageShares,
+        validation: ValidationLoss | None = None,
+    ) -> MetricsLine:
         length = self.manifest.data.sequence_length
         return metrics_line(
             **report.model_dump(), sequence_length=length, peers=peers, validation=validation, shares=shares

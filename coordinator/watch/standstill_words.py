@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swarm_peer.policy.plain_text import plain_text
 from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.trouble import Trouble
@@ -26,6 +28,11 @@ def in_words(standstill: Standstill) -> str:
     told = plain_text(peer.note, MAX_WORDS).rstrip(".")
     says = f": {who_is(peer)} says: {told}" if told else ""
     return f"stage {standstill.stage} {WHAT[standstill.trouble]}{says}"
+
+
+def served_by_nobody(stages: Sequence[int]) -> str:
+    """That these stages have no peer that serves them."""
+    return f"nobody serves stage {', '.join(map(str, stages))}"
 
 
 def how_long(standstill: Standstill, now_s: float) -> str:

@@ -6,17 +6,16 @@ from typing import Any
 
 from coordinator.watch.metrics_file import stage_shares
 from coordinator.watch.run_watch import RunWatch
-from coordinator.watch.standstill_words import in_words
+from coordinator.watch.standstill_words import in_words, served_by_nobody
 from coordinator.watch.what_is_trained import what_is_trained
 from swarm_peer.policy.leadership import Term
-from swarm_peer.policy.standstill import Standstill
 from swarm_peer.policy.view import PeerView, TimeShares
 from swarm_peer.wire.records import CoordinationRecord
 
 
 def summarise(watch: RunWatch) -> dict[str, Any]:
     """The run as a whole, its stages and their peers; losses in nats per token, None where there is none yet."""
-    manifest, line = watch.manifest, watch.last_line
+    manifest, line = watch.manifest, watch.shown_line
     length = manifest.data.sequence_length
     return {
         "name": manifest.name,
@@ -29,7 +28,7 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
         "loss": line["loss"] if line else None,
         "tokens_per_s": line["tokens_per_s"] if line else None,
         "validation_loss": watch.validation_loss,
-        "standstill": None if watch.standstill is None else _summarise_standstill(watch.standstill, watch.seen_s),
+        "standstill": _summarise_standstill(watch),
         "coordinator": None if watch.coordination is None else _summarise_coordinator(*watch.coordination),
         "stages": [
             {
@@ -42,10 +41,18 @@ def summarise(watch: RunWatch) -> dict[str, Any]:
     }
 
 
-def _summarise_standstill(found: Standstill, now_s: float) -> dict[str, Any]:
-    """That the run stands still: since when, in which stage, and why, as a peer there says."""
+def _summarise_standstill(watch: RunWatch) -> dict[str, Any] | None:
+    """That the run stands still: for how long, in which stage, and why, as a peer there says; None if it goes on.
+
+    Nobody tells since when a stage has had no peer.
+    """
+    if (found := watch.standstill) is None:
+        if watch.has_finished or not (empty := watch.view.empty_stages()):
+            return None
+        why = served_by_nobody(empty)
+        return {"seconds": None, "stage": empty[0], "trouble": "no_peers", "reason": why, "peer": None}
     return {
-        "seconds": round(now_s - found.since_s),
+        "seconds": round(watch.seen_s - found.since_s),
         "stage": found.stage,
         "trouble": found.kind,
         "reason": in_words(found),

@@ -64,6 +64,34 @@ def test_the_summary_before_anything_happened():
     assert [stage["peers"] for stage in summary["stages"]] == [[], []]
 
 
+def test_the_summary_of_a_run_that_waits_for_a_stage():
+    watch = make_watch()
+    told = {"a": record(report(1), report(2, loss=2.0)), "b": record(report(1))}
+    waiting = SwarmView(2, BOTH.in_stage(0))
+    watch.observe(waiting, told, 0.0)
+    summary = summarise(watch)
+    assert summary["standstill"] == {
+        "seconds": None,
+        "stage": 1,
+        "trouble": "no_peers",
+        "reason": "nobody serves stage 1",
+        "peer": None,
+    }
+    assert (summary["loss"], summary["tokens_per_s"]) == (2.5, 40.0), "one alone is not believed"
+    watch.observe(waiting, dict.fromkeys("ab", told["a"]), 1.0)
+    assert summarise(watch)["loss"] == 2.0
+    assert watch.lines == [], "nobody bears it out"
+    assert "loss 2.0000" in run_table(watch).caption.plain
+    watch.observe(BOTH, dict.fromkeys("ab", record()), 2.0)
+    assert summarise(watch)["standstill"] is summarise(watch)["loss"] is None
+
+
+def test_nothing_is_told_of_a_last_step_that_most_have_not_heard_of():
+    watch = make_watch()
+    watch.observe(SwarmView(2, BOTH.in_stage(0)), {"a": record(report(1)), "b": record()}, 0.0)
+    assert summarise(watch)["loss"] is None
+
+
 def test_the_summary():
     watch = make_watch(validation_every=1, validation_samples=2)
     watch.observe(VIEW, {"a": record(report(1), round_number=1, samples=4, validations=[(1, 2, 3.0)])}, 0.0)
