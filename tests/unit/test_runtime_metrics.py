@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from coordinator.cli import app as coordinator_app
 from coordinator.dashboard.place import parse_place
@@ -55,6 +55,18 @@ def test_metrics_are_for_this_machine_alone_by_default(
     assert bound == [("127.0.0.1", port)]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         assert b"swarm_test 7.0" in answer.read()
+
+
+def test_nothing_is_served_but_what_was_defined(bound: list[tuple[str, int]]) -> None:
+    registry = CollectorRegistry()
+    Counter("swarm_test", "A counter", registry=registry).inc()
+    Histogram("swarm_test_seconds", "A histogram", registry=registry).observe(1.0)
+    port = serve_metrics(registry, "127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        page = answer.read()
+    assert b"swarm_test_total 1.0" in page
+    assert b"swarm_test_seconds_count 1.0" in page
+    assert b"_created" not in page
 
 
 def test_errors_of_this_program_are_counted() -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
 
 from swarm_peer import __version__
 from swarm_peer.errors import UserError
@@ -160,6 +167,8 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int, targets: Ca
     Raises:
         UserError: the port is taken, or this machine has no such address
     """
+    # Else each counter has a gauge beside it that says when this process began to count.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
