@@ -48,7 +48,8 @@ def _tell(names: tuple[str, ...], *, is_paused: bool) -> None:
             if now is None:
                 print(f"{peer.who} has ended")
             elif is_paused and now.is_at_rest:
-                print(f"{now.who}: {now.note}; the device's memory is free")
+                alone = f"; {now.left_alone}" if now.left_alone else ""
+                print(f"{now.who}: {now.note}; the device's memory is free{alone}")
             elif not is_paused and now.state != "paused":
                 print(f"{now.who} takes part again")
             else:

@@ -116,6 +116,22 @@ class Lifecycle:
         self.note = note
 
 
+def left_alone(stage: int, optimizer_step: int, snapshot_every: int) -> str:
+    """Say what becomes of a run whose stage loses its only peer.
+
+    Args:
+        optimizer_step: that the run has come to
+        snapshot_every: optimizer steps between two snapshots; 0 for none
+    """
+    waits = f"nobody else serves stage {stage}, so the run waits until another peer does"
+    if not optimizer_step:
+        return waits
+    newest = optimizer_step // snapshot_every * snapshot_every if snapshot_every else 0
+    if not newest:
+        return f"{waits}, and goes back to a checkpoint, or to its beginning: it has no snapshot yet"
+    return f"{waits}, and goes back to its newest snapshot, of optimizer step {newest} at the latest"
+
+
 def refusing(calls: Mapping[type[Body], Handler], lifecycle: Lifecycle) -> dict[type[Body], Handler]:
     """The same handlers, which give nothing while the owner has the peer paused: the link is the owner's, too."""
 

@@ -37,6 +37,7 @@ class PeerCondition:
 
     Attributes:
         is_at_rest: whether it is paused and holds nothing of any stage
+        left_alone: what becomes of the run, where it has left a stage that nobody else serves; else empty
         leaving_bytes: that it still sends if it is told to leave now, at the most
     """
 
@@ -44,6 +45,7 @@ class PeerCondition:
     state: str
     note: str
     is_at_rest: bool
+    left_alone: str
     leaving_bytes: int
 
 
@@ -169,6 +171,7 @@ class Owner:
                 state=condition.state,
                 note=condition.note,
                 is_at_rest=condition.is_at_rest,
+                left_alone=condition.left_alone,
             )
             await self._context.threads.run(self._files.show, about)
         if now_s - self._kept_s >= KEEP_S:

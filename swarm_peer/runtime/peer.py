@@ -21,7 +21,7 @@ from swarm_peer.runtime.data.prefetch import HUB_PATIENCE_S, HUB_PAUSE_S
 from swarm_peer.runtime.host.preemption import wait_for_notice
 from swarm_peer.runtime.host.preparation import free_device_memory, in_words
 from swarm_peer.runtime.host.processes import first_error
-from swarm_peer.runtime.lifecycle import Lifecycle, refusing
+from swarm_peer.runtime.lifecycle import Lifecycle, left_alone, refusing
 from swarm_peer.runtime.mover import Mover
 from swarm_peer.runtime.network.agreement import Agreement, find_epochs, ticket_of
 from swarm_peer.runtime.network.assignments import wait_for_end
@@ -109,7 +109,7 @@ class Peer:
         self._replica: Replica | None = None  # the one that serves, or is to serve next
         self._opens = UNDECIDED  # the stage of the replica that is being made, or will be after a pause
         self._moved_from = UNDECIDED
-        self.is_resting = False
+        self.is_resting, self._left_alone = False, ""
         self._failure: UserError | None = None
         self._waits: Complaint | None = None  # for those who vote
 
@@ -311,6 +311,7 @@ class Peer:
             state=self._lifecycle.state.value,
             note=self._lifecycle.note,
             is_at_rest=self.is_resting,
+            left_alone=self._left_alone,
             leaving_bytes=0 if replica is None else replica.leaving_bytes,
         )
 
@@ -375,6 +376,7 @@ class Peer:
             the stage that this peer moves to, or comes back to after a pause
         """
         replica.start_answering()
+        self._left_alone = ""
         self._metrics.stage.set(replica.stage)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(replica.work, self._lifecycle.explain, self._cannot_read)
@@ -448,15 +450,12 @@ class Peer:
             # A peer that was joining may serve by now, and take this one's work.
             async with self._directory.kept_fresh([replica.stage]):
                 await self._context.changed.wait_for(lambda: not self._is_awaited(replica.stage))
-        is_serving = self._lifecycle.state is PeerState.SERVING
-        if (
-            is_serving
-            and self._lifecycle.halted.is_set()
-            and not self._metrics.run_is_over
-            and not replica.stage_mates()
-        ):
-            text = "leaves_alone stage=%d: no other peer serves it; the run waits for one, and goes back to a snapshot"
-            log.warning(text, replica.stage)
+        is_alone = self._lifecycle.state is PeerState.SERVING and not replica.stage_mates()
+        if is_alone and self._lifecycle.halted.is_set() and not self._metrics.run_is_over:
+            self._left_alone = left_alone(
+                replica.stage, replica.step.optimizer_step, self._manifest.recovery.snapshot_every
+            )
+            log.warning("leaves_alone stage=%d: %s", replica.stage, self._left_alone)
         self._lifecycle.enter(PeerState.DRAINING)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._directory.announce)

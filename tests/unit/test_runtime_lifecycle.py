@@ -3,7 +3,7 @@ from contexts import MovedClock
 
 from swarm_peer.errors import NotServing
 from swarm_peer.policy.view import PeerState
-from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle, refusing
+from swarm_peer.runtime.lifecycle import TRANSITIONS, Lifecycle, left_alone, refusing
 
 
 @pytest.fixture
@@ -108,3 +108,17 @@ async def test_a_paused_peer_gives_nothing_large(lifecycle):
         await give("a", "call", ())
     lifecycle.resume()
     assert await give("a", "call", ()) == ("a", "call", ())
+
+
+@pytest.mark.parametrize(
+    ("optimizer_step", "snapshot_every", "then"),
+    [
+        (0, 10, " until another peer does"),
+        (9, 10, " until another peer does, and goes back to a checkpoint, or to its beginning: it has no snapshot yet"),
+        (29, 10, " until another peer does, and goes back to its newest snapshot, of optimizer step 20 at the latest"),
+        (29, 0, " until another peer does, and goes back to a checkpoint, or to its beginning: it has no snapshot yet"),
+    ],
+)
+def test_who_leaves_a_stage_alone_says_what_comes_of_it(optimizer_step, snapshot_every, then):
+    said = left_alone(1, optimizer_step, snapshot_every)
+    assert said == f"nobody else serves stage 1, so the run waits{then}"

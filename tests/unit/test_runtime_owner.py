@@ -27,7 +27,7 @@ from swarm_peer.runtime.host.running_peers import RunningPeer, chosen, running_p
 from swarm_peer.runtime.owner import DailyCount, Owner, PeerCondition
 
 OPTIONS = PeerOptions(initial_peers=("x",), name="anna")
-SERVING = PeerCondition(stage=1, state="serving", note="", is_at_rest=False, leaving_bytes=0)
+SERVING = PeerCondition(stage=1, state="serving", note="", is_at_rest=False, left_alone="", leaving_bytes=0)
 NOON = time.mktime((2026, 11, 30, 12, 0, 0, 0, 0, -1))
 DAY_S = 24 * 3600
 
@@ -174,7 +174,7 @@ from pathlib import Path
 from swarm_peer.runtime.host.running_peers import RunningPeer, shown
 folder, peer, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with shown(folder, peer) as files:
-    rest = dict(name=name, run="demo", stage=0)
+    rest = dict(name=name, run="demo", stage=0, left_alone="nobody is left" if name == "carl" else "")
     files.show(RunningPeer(peer_id=peer, state="serving", note="", is_at_rest=False, **rest))
     print("there", flush=True)
     for line in sys.stdin:
@@ -303,3 +303,15 @@ def test_the_commands_wait_and_say_what_has_become_of_each_peer(
     monkeypatch.setattr(commands, "HANDOVER_S", 0.0)
     commands.pause("bert")
     assert capsys.readouterr().out == "bert (…bbbbbbbb) of run demo: still hands over its work\n"
+
+
+def test_who_pauses_the_only_peer_of_a_stage_is_told_what_comes_of_it(
+    tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "running_folder", lambda: tmp_path / "peers")
+    carl = start("12D3cccccccc", "carl")
+    monkeypatch.setattr(commands.time, "sleep", lambda _: carl.look())
+    commands.pause("carl")
+    assert capsys.readouterr().out == (
+        "carl (…cccccccc) of run demo: paused by its owner; the device's memory is free; nobody is left\n"
+    )

@@ -37,7 +37,7 @@ MANIFEST = RunManifest.model_validate(
 OPTIONS = PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1",))
 
 
-STEP = SimpleNamespace(round_number=7)
+STEP = SimpleNamespace(round_number=7, optimizer_step=7)
 
 
 async def test_who_cannot_read_its_data_leaves_as_upon_a_signal():
@@ -243,8 +243,10 @@ async def test_who_leaves_its_stage_without_peers_is_told_what_comes_of_it(caplo
     if serves:
         peer._lifecycle.enter(PeerState.SERVING)
     peer._lifecycle.end()
+    peer._manifest, peer._left_alone = MANIFEST, ""
     await peer._leave(leaving(mates, nothing))
-    assert ("leaves_alone stage=1" in caplog.text) == is_told
+    assert ("leaves_alone stage=1: nobody else serves stage 1, so the run waits" in caplog.text) == is_told
+    assert bool(peer._left_alone) == is_told, "its owner hears of it, too"
 
 
 async def kept_as_it_is(stages):

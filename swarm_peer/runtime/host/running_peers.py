@@ -39,6 +39,7 @@ class RunningPeer:
         state: as it announces it
         note: why it does not serve, in words
         is_at_rest: whether it is paused, has handed over its work and has freed its memory
+        left_alone: what becomes of the run, where it has left a stage that nobody else serves; else empty
     """
 
     peer_id: str
@@ -48,6 +49,7 @@ class RunningPeer:
     state: str
     note: str
     is_at_rest: bool
+    left_alone: str = ""
     pid: int = field(default_factory=os.getpid)
 
     @property
