@@ -29,7 +29,7 @@ from coordinator.dashboard.place import parse_place
 from coordinator.run.coordinator_options import CheckpointOptions, NodeOptions, OnDivergence
 from coordinator.watch.loggers import check_installed, open_loggers
 from coordinator.watch.promises import Promises
-from coordinator.watch.what_is_trained import what_is_saved
+from coordinator.watch.what_is_trained import what_is_learnt, what_is_saved
 from swarm_peer.addresses import check_metrics_place, check_own_addresses
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import UserError
@@ -202,6 +202,8 @@ def _print_result(service: RunService, num_tokens: int, asking: Asking | None, c
 
         written = generate(service.resolved, service.model_folder, num_tokens, cache_dir)
         print(f"\nThe model writes:\n{without_controls(written)}\n")
+        if learnt := what_is_learnt(service.manifest, line["optimizer_step"]):
+            print(f"{learnt}\n")
     if asking is not None:
         asking.compare(service.model_folder)
     print(f"{what_is_saved(service.manifest.model)}: {service.model_folder}")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a look at a run does without models, which take seconds to 
 
 # Numbers of parameters below this are told in full.
 SMALL = 100_000
+# A model that began at random writes no sentence that hangs together before it has seen more tokens than these.
+FEW_TOKENS = 10_000_000
 # Of a name that pages and tables show.
 MAX_NAME_CHARS = 100
 
@@ -50,6 +52,14 @@ def what_is_saved(model: ModelSection) -> str:
     if model.adapter is not None:
         return "Adapters, as a folder of PEFT's"
     return "Hugging Face checkpoint" if model.is_plain else "Weights (no Hugging Face model, for its boundaries)"
+
+
+def what_is_learnt(manifest: RunManifest, optimizer_step: int) -> str:
+    """A sentence on what to expect of a text that the model writes; empty after a training that is not short."""
+    num_tokens = optimizer_step * manifest.training.global_batch_size * manifest.data.sequence_length
+    if manifest.model.pretrained is not None or num_tokens > FEW_TOKENS:
+        return ""
+    return "After so short a training it has learnt how words look, and no more."
 
 
 def training_line(manifest: RunManifest) -> str:

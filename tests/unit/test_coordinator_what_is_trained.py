@@ -17,6 +17,8 @@ from tiny_adapters import resolved_of, trainers_of, write_base
 from tiny_models import CONFIGS, LENGTH, LLAMA
 from watched_runs import make_watch
 
+from coordinator.commands import runs
+from coordinator.config_files import load_manifest
 from coordinator.dashboard.snapshot import Background, make_snapshot
 from coordinator.report.page import write_report
 from coordinator.run.baseline import Baseline, train
@@ -30,6 +32,7 @@ from coordinator.watch.what_is_trained import (
     count_parameters,
     public_name,
     training_line,
+    what_is_learnt,
     what_is_saved,
     what_is_trained,
 )
@@ -172,3 +175,19 @@ def test_one_process_tells_the_targets_of_each_step(tmp_path: Path) -> None:
     assert [(line["samples"], line.get("targets")) for line in lines] == [(6, 18), (6, 18)]
     (text,) = itertools.islice(train(Baseline(at_random(tmp_path))), 1)
     assert "targets" not in text
+
+
+def test_who_reads_what_a_short_demo_writes_is_told_how_little_it_has_learnt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = load_manifest(Path("demo"))
+    learnt = "After so short a training it has learnt how words look, and no more."
+    assert what_is_learnt(manifest, manifest.training.steps) == learnt
+    assert what_is_learnt(manifest, 100 * manifest.training.steps) == ""
+    fine_tuned = manifest.model.model_copy(update={"pretrained": "./folder"})
+    assert what_is_learnt(manifest.model_copy(update={"model": fine_tuned}), 1) == ""
+    monkeypatch.setattr("coordinator.query.sampling.generate", lambda *_: "Tho wis")
+    watch = SimpleNamespace(lines=[{"optimizer_step": 120, "loss": 2.0}], validation_loss=None)
+    service: Any = SimpleNamespace(watch=watch, manifest=manifest, resolved=None, model_folder="MODEL")
+    runs._print_result(service, 300, None, None)
+    assert f"\nThe model writes:\nTho wis\n\n{learnt}\n" in capsys.readouterr().out
