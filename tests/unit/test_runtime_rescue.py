@@ -1,6 +1,7 @@
 """A stage that has lost all its peers is seen, and the peer that is chosen moves there."""
 
 import asyncio
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -167,9 +168,9 @@ async def test_a_peer_that_is_not_chosen_stays(swarm, clock):
 @pytest.mark.parametrize(
     ("optimizer_step", "own_stage", "told"),
     [
-        (0, "auto", ("INFO", "stage 1 has no peer yet: start another one with the same line")),
-        (0, "0", ("INFO", "stage 1 has no peer yet: start another one with --stage 1")),
-        (7, "auto", ("WARNING", "no peer may move to stage 1: none is free, or each is the last of its stage")),
+        (0, "auto", (logging.INFO, "stage 1 has no peer yet: start another one with the same line")),
+        (0, "0", (logging.INFO, "stage 1 has no peer yet: start another one with --stage 1")),
+        (7, "auto", (logging.WARNING, "no peer may move to stage 1: none is free, or each is the last of its stage")),
     ],
 )
 async def test_the_first_peer_of_a_run_is_told_to_wait_for_others(
@@ -183,7 +184,7 @@ async def test_the_first_peer_of_a_run_is_told_to_wait_for_others(
         await until(lambda: swarm.looks > 50)
         watching.cancel()
     (record,) = caplog.records
-    assert record.levelname == told[0]
+    assert record.levelno == told[0]
     assert record.getMessage() == f"stage_empty stage=1 reason={told[1]}"
 
 
