@@ -305,14 +305,14 @@ class Rig:
                 tasks.start_soon(self.launcher.run)
 
     async def leave(self):
-        """Give what it has computed to a stage-mate, and give up the place."""
+        """Give what it has computed to a stage-mate, and give up the place. Returns whether all was taken."""
         self.admission.leave()
         self.launcher.stop()
         held = await self.driver.leave()
-        num_given = await self.giving.give(held, [rig.peer.identity.peer_id for rig in self._mates()], enough=1)
+        missing = await self.giving.give(held, [rig.peer.identity.peer_id for rig in self._mates()], enough=1)
         self.peer.core.membership.desired = frozenset()
         self.peer.agreement.look()
-        return num_given
+        return not missing
 
 
 class Hall:

@@ -258,12 +258,13 @@ class Replica:
         lost = member.to_hand_over()
         try:
             lost = held = await self.parts.driver.leave()
-            if held and await self.parts.giving.give(held, self.stage_mates(), enough=1):
-                lost, samples = [], sum(num_windows(each.samples) for each in held)
-                log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(held), samples)
-            elif held:
+            lost = await self.parts.giving.give(held, self.stage_mates(), enough=1)
+            if given := [each for each in held if each not in lost]:
+                samples = sum(num_windows(each.samples) for each in given)
+                log.info("work_handed_over stage=%d contributions=%d samples=%d", self.stage, len(given), samples)
+            if lost:
                 # Stage-mates refuse what they have averaged already, together with this seat.
-                newest = max(each.name.round for each in held)
+                newest = max(each.name.round for each in lost)
                 with anyio.move_on_after(COMMITTED_S):
                     await self._peer.context.changed.wait_for(lambda: member.log.next_round > newest)
         finally:  # also when the time is over

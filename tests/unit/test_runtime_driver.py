@@ -256,7 +256,7 @@ class Rig:
         self.is_leaving = True
         held = await self.driver.leave()
         mates = [rig for rig in rigs.values() if rig.stage == self.stage and rig is not self and rig.driver.member]
-        assert await self.giving.give(held, [mate.peer.identity.peer_id for mate in mates], num_mates) == num_mates
+        assert not await self.giving.give(held, [mate.peer.identity.peer_id for mate in mates], num_mates)
         self.peer.core.membership.desired = frozenset()
         self.peer.agreement.look()
 
@@ -845,8 +845,23 @@ def test_a_contribution_whose_round_ends_meanwhile_is_given_all_the_same():
                 giver.driver.gradients.drop(contribution.name)
                 yield taker.peer.identity.peer_id
 
-            assert await giver.giving.give([contribution], mates(), enough=1) == 1
+            assert not await giver.giving.give([contribution], mates(), enough=1)
             assert contribution.name in taker.driver.gradients.names
+
+    anyio.run(run)
+
+
+def test_a_contribution_whose_round_is_over_does_not_keep_others_from_being_given():
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = await two_mates(some, hall)
+            due, _, _ = given_by(giver)
+            over, _, _ = given_by(giver, name=Name(giver.driver.member.me, -1))
+            for each in (over, due):
+                giver.driver.gradients.put(each.name, [torch.tensor([1.0, 2.0, 3.0])], 2)
+            assert await giver.giving.give([over, due], [taker.peer.identity.peer_id], enough=1) == [over]
+            assert due.name in taker.driver.gradients.names
 
     anyio.run(run)
 

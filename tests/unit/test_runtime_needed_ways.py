@@ -105,6 +105,14 @@ async def test_all_stage_mates_are_dialled_and_of_neighbours_no_more_than_it_tak
     assert swarm.dialled == ["ann", "bob"]
 
 
+async def test_who_is_alone_in_its_stage_does_not_lack_itself_elsewhere() -> None:
+    swarm = Swarm([["me"], ["cleo"]], {"cleo"})
+    assert not await swarm.ways.lacks(1)
+    assert swarm.dialled == ["cleo"]
+    swarm.announce_anew()
+    assert not swarm.ways.without
+
+
 async def test_what_was_in_vain_is_tried_anew_after_a_while() -> None:
     swarm = Swarm([["me"], ["cleo", "dan"]], set())
     assert await swarm.ways.lacks(0) == {"cleo", "dan"}

@@ -82,6 +82,10 @@ class NeededWays:
             peers[self._me] = replace(peers[self._me], unreached=tuple(sorted(self.without)))
         return replace(view, peers=tuple(peers.values()))
 
+    async def _connected(self) -> frozenset[str]:
+        """Those that this peer has a way to: itself, too, where it is alone in the stage that it would leave."""
+        return frozenset({self._me, *await self._dht.connected()})
+
     async def lacks(self, stage: int) -> frozenset[str]:
         """Try the ways that this peer needs in a stage; returns those that it needs and does not reach now.
 
@@ -91,13 +95,13 @@ class NeededWays:
         """
         rosters = self._rosters()
         try:
-            connected = await self._dht.connected()
+            connected = await self._connected()
             mates = set(rosters[stage]) - {self._me}
             others = [there for k, there in enumerate(rosters) if k != stage and connected.isdisjoint(there)]
             wanted = sorted((mates - connected).union(*others), key=lambda peer: (peer in self._in_vain, peer))
             if tried := wanted[:MOST_TRIED]:
                 await self._dht.dial(tried)
-                connected = await self._dht.connected()
+                connected = await self._connected()
         except CallError as error:
             log.debug("ways_unknown reason=%s", error)
             return frozenset()

@@ -80,30 +80,32 @@ class Giving:
 
     # --- the giving side
 
-    async def give(self, contributions: Sequence[Contribution], mates: Sequence[str], enough: int = 2) -> int:
+    async def give(
+        self, contributions: Sequence[Contribution], mates: Sequence[str], enough: int = 2
+    ) -> list[Contribution]:
         """Give contributions, whose gradients the driver holds, to some stage-mates.
 
         Args:
             mates: ids of stage-mates, who are asked one after the other
-            enough: how many of them shall have all
+            enough: how many of them shall have each
 
         Returns:
-            how many have
+            the contributions that fewer have taken
         """
         # The driver forgets them when their round is over, which may be while they are given.
         means = {each.name: self._driver.gradients.get(each.name)[0] for each in contributions}
-        num_given = 0
+        missing = dict.fromkeys(contributions, enough)
         for mate in mates:
-            if num_given >= enough:
-                break
-            try:
-                for contribution in contributions:
+            for contribution in [each for each, more in missing.items() if more > 0]:
+                try:
                     await self._give_one(contribution, means[contribution.name], mate)
-            except CallError as error:
-                log.warning("contribution_not_taken peer=%s reason=%s: %s", mate, error.code, error)
-            else:
-                num_given += 1
-        return num_given
+                except CallError as error:
+                    log.warning("contribution_not_taken peer=%s reason=%s: %s", mate, error.code, error)
+                    if not isinstance(error, NotServing):
+                        break  # else its round is over there, and those of later rounds may not be
+                else:
+                    missing[contribution] -= 1
+        return [each for each, more in missing.items() if more > 0]
 
     async def _give_one(self, contribution: Contribution, means: Sequence[Tensor], mate: str) -> None:
         data = await self._context.threads.run(_flat, means)
