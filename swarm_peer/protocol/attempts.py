@@ -36,7 +36,7 @@ class Round:
 
     Attributes:
         late: those who have kept the others waiting
-        far: when seats have said last that they lack more than the newest entries
+        learning: those who have asked for the log: what they were told of the round before had no effect
         unreached: those with whom most of a cut have averaged in vain
         tried: those who were in a cut
     """
@@ -45,7 +45,7 @@ class Round:
     ready: dict[Seat, Ready] = field(default_factory=dict)
     first_ready_s: float = 0.0
     late: set[Seat] = field(default_factory=set)
-    far: dict[Seat, float] = field(default_factory=dict)
+    learning: set[Seat] = field(default_factory=set)
     unreached: set[Seat] = field(default_factory=set)
     tried: set[Seat] = field(default_factory=set)
     attempt: Attempt | None = None

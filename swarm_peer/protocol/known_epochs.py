@@ -69,7 +69,7 @@ class KnownEpochs:
                 self._follow([*self._chain[:-1], certified])
             # A seat that was a voter once can certify others than have followed, also later ones than the newest.
             elif is_certified and epoch.id <= own.id and self.epoch_of(epoch.id) in (None, epoch):
-                self._remember(self._certified(epoch.id) or certified)
+                self._remember(certified if certified.is_of_key else self._certified(epoch.id) or certified)
             else:
                 continue
             before, has_changed = epoch, has_changed or self.newest is not own

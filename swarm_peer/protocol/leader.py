@@ -91,6 +91,8 @@ class Leader:
         self.evidence: Committed | None = None
         self._told = deque[Committed](maxlen=MOST_TOLD)
         self._refused = set[str]()
+        # When seats have said last that they lack more than the newest entries.
+        self._far: dict[Seat, float] = {}
         self.root_until_s = 0.0
         self.resigns = False
         self._patience = Patience()
@@ -102,9 +104,9 @@ class Leader:
         self._statuses[sender] = status
         if not self.is_synced:
             return None
-        self.round.far.pop(sender, None)
+        self._far.pop(sender, None)
         if not self._member.log.is_near(status.state):
-            self.round.far[sender] = now_s
+            self._far[sender] = now_s
         theirs = self._member.log_of(status.committed)
         if theirs is not None and theirs.age > self._member.log.age and not self._has_committed:
             # A log that does not go on from its own needs a new reign: it has told members its own already.
@@ -112,6 +114,7 @@ class Leader:
             if not self.resigns:
                 self._follow(theirs)
         self._take_closes(status)
+        self.round.learning.add(sender)
         return self.entries(theirs.next_round if theirs is not None else self._member.log.next_round)
 
     def take_counted(self, sender: Seat, counted: Counted, epoch: Epoch, now_s: float) -> Body | None:
@@ -167,8 +170,8 @@ class Leader:
         attempt = present.attempt
         has_spoken = attempt is not None and bool({seat} & (attempt.said.keys() | attempt.blamed.keys()))
         if isinstance(body, Close):
-            is_silent = attempt is not None and seat in attempt.cut.seats and not has_spoken
-            return body.round != present.number or seat not in present.ready or is_silent
+            has_heard = seat in present.ready and (seat not in present.learning or has_spoken)
+            return body.round != present.number or not has_heard
         return not (isinstance(body, Cutting) and has_spoken)
 
     def asks_for_heads(self, epoch: Epoch, now_s: float) -> list[int]:
@@ -302,7 +305,7 @@ class Leader:
         for committed in self._signed_already():
             longer = Log(log.stage, log.restart, (*log.committed, committed))
             if any(self._context.is_lost(longer, each) for each in (*self._told, *told)):
-                self._refused.add(committed.entry.cut.hash)
+                self._refused.add(committed.entry.hash)
             elif self._member.take_commit(committed):
                 self.round = Round(log.next_round)
                 return True
@@ -322,7 +325,7 @@ class Leader:
         signed: dict[tuple[str, str | None], dict[Seat, Signed[Have] | Signed[Pass]]] = {}
         for _, each in said:
             body, cut = each.body, cuts.get(each.body.cut)
-            origin = self._context.epoch_of(cut.epoch) if cut is not None and cut.hash not in self._refused else None
+            origin = self._context.epoch_of(cut.epoch) if cut is not None else None
             if origin is not None and body.author in origin.roster(log.stage):
                 digest = body.digest if isinstance(body, Have) else None
                 signed.setdefault((body.cut, digest), {})[body.author] = each
@@ -334,8 +337,12 @@ class Leader:
         closes = [each for each in closes if each.round == log.next_round]
         close = next((each for each in closes if self._context.closes(each, log)), None)
         agree = {cut: each for (cut, digest), each in signed.items() if digest is None}
-        statements = [(entry, {**agree.get(entry.cut.hash, {}), **have}) for entry, have in entries]
-        return [Committed(entry, tuple(each.values()), close) for entry, each in statements if close is not None]
+        found = [
+            Committed(entry, tuple({**agree.get(entry.cut.hash, {}), **have}.values()), close)
+            for entry, have in entries
+            if close is not None and entry.hash not in self._refused
+        ]
+        return [each for each in found if self._context.is_agreed(each)]
 
     # --- cuts
 
@@ -344,8 +351,8 @@ class Leader:
         roster = epoch.roster(self._member.stage)
         present.ready = {seat: ready for seat, ready in present.ready.items() if seat in roster}
         # A seat that lacks much takes a state, which the next entry has to name first.
-        far = {seat for seat, said_s in present.far.items() if now_s < said_s + 2 * self._timing.resend_s}
-        far = far if present.number % FAR_WAITED_EVERY else set()
+        self._far = {seat: s for seat, s in self._far.items() if now_s < s + 2 * self._timing.resend_s}
+        far = set(self._far) if present.number % FAR_WAITED_EVERY else set()
         missing = self._patience.waited_for(epoch, roster) - set(present.ready) - far
         # Those who are not waited for may be ready in a moment, and then they do not agree to be left out, as those do
         # that lack much.

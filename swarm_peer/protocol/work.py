@@ -81,10 +81,14 @@ class RoundContext:
 
     def believes(self, log: Log, committed: Committed) -> bool:
         """Whether an entry of another stage than a log's was committed, as far as that shows."""
-        entry, epoch = committed.entry, self.epoch_of(committed.entry.cut.epoch)
-        if epoch is None or epoch.restart != log.restart or not log.is_older_than(entry, self.lag):
-            return False
-        return entry.is_agreed(committed.agreement, epoch)
+        epoch = self.epoch_of(committed.entry.cut.epoch)
+        is_of_log = epoch is not None and epoch.restart == log.restart and log.is_older_than(committed.entry, self.lag)
+        return is_of_log and self.is_agreed(committed)
+
+    def is_agreed(self, committed: Committed) -> bool:
+        """Whether an entry was committed, in an epoch that is known."""
+        epoch = self.epoch_of(committed.entry.cut.epoch)
+        return epoch is not None and committed.entry.is_agreed(committed.agreement, epoch)
 
     def is_lost(self, log: Log, evidence: Committed) -> bool:
         """Whether an entry of another stage shows that entries of a log's stage are gone."""

@@ -124,7 +124,7 @@ def test_a_leader_does_not_wait_for_those_that_lack_much(leader):
     leader.round.number = 1
     leader._member.closes[1] = leader._member.closes[0]
     for seat in (LIES, DIES):
-        leader.round.far[seat] = 0.0
+        leader._far[seat] = 0.0
         del leader.round.ready[seat]
     leader._cut_when_ready(0.1, BEFORE, BASE)
     assert set(leader.round.attempt.cut.seats) == {LEADS, MATE}, "the others agree to be left out"

@@ -1,5 +1,7 @@
 """A leader judges what other stages have told before it cuts: it may have heard that while it had another log."""
 
+from dataclasses import replace
+
 import pytest
 
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
@@ -174,6 +176,26 @@ def test_a_leader_commits_what_was_signed_before_it_judges_what_was_made_from_th
     assert members[A2].log.head == made_from_lost.entry.hash
     assert [each.entry.cut.round for each in told[0].committed] == [made_from_lost.entry.cut.round], "all hear of it"
     leader.tick(20.2, EPOCHS[2], True)
+    assert not members[A2].is_lost
+
+
+def test_another_digest_of_a_cut_does_not_keep_the_one_that_most_have_from_being_committed(
+    logs, members, made_from_lost
+):
+    first, other, _ = logs
+    cut, longer = made_from_lost.entry.cut, Log(0, BEGINNING, (*first.committed, made_from_lost))
+    leader = leader_of(members, other)
+    while other.next_round <= cut.round + 2:
+        put(other, longer, EPOCHS[0])
+    leader.take_evidence(other.committed[-1])
+    wrong = tuple((cut, Signed(Have(seat, EPOCHS[0].id, cut.hash, "wrong"), b"")) for seat in (A1, A3))
+    leader.take_status(A3, replace(members[A3].status(), said=wrong[1:]), 0.1)
+    leader.tick(0.2, EPOCHS[2], True)
+    assert members[A2].log.head == first.head
+    assert not leader._refused, "most have not signed it"
+    leader.take_status(A3, members[A3].status(), 0.3)
+    leader.tick(0.4, EPOCHS[2], True)
+    assert members[A2].log.head == made_from_lost.entry.hash
     assert not members[A2].is_lost
 
 

@@ -130,3 +130,15 @@ def test_the_way_of_an_epoch_that_is_named_to_one_of_the_key_is_kept(first):
     assert own.up_to(chain[-2].epoch.id) == (first, *chain[:-1])
     assert own.num_past < 4 * MANY
     assert own.epoch_of(term.id.next()) is None
+
+
+def test_an_epoch_that_the_run_key_has_signed_takes_the_place_of_its_copy_without(first):
+    own = KnownEpochs(first)
+    chain = epochs(first.epoch, 3, OTHER)
+    own.learn(chain)
+    signed = Certified(chain[1].epoch, (Signed(KeySigned(chain[1].epoch.hash), b"key"),))
+    term = Epoch(EpochId(2, ALONE, 0), (Place(0, OTHER),))
+    own.learn([Certified(term, (Signed(KeySigned(term.hash), b"key"),)), *epochs(term, KEPT_EPOCHS, OTHER)])
+    assert len(own.chain) == KEPT_EPOCHS + 1
+    own.learn([signed, chain[2]])
+    assert own.up_to(chain[2].epoch.id) == (signed, chain[2])
