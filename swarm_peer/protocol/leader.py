@@ -214,8 +214,9 @@ class Leader:
             return []
         if not self._has_committed and self._commit_what_is_signed(epoch):
             return [self._news()]
-        signed_there = set() if self._has_committed else {seat for seat, each in self._statuses.items() if each.said}
-        self._statuses = {s: each for s, each in self._statuses.items() if s in {*roster, *signed_there}}
+        # Until this reign's first entry, a leader may need what seats had signed that have left.
+        needed = {*roster, *(s for s, each in self._statuses.items() if each.said and not self._has_committed)}
+        self._statuses = {seat: each for seat, each in self._statuses.items() if seat in needed}
         if self.round.number != self._member.log.next_round:
             self._begin_round(now_s)
         # This seat may have heard of some while it had another log.
@@ -335,7 +336,7 @@ class Leader:
         # Any that fills the batch shows that the round was over, of whichever heads.
         closes = [*self._member.closes.values(), *(close for each in self._statuses.values() for close in each.closes)]
         closes = [each for each in closes if each.round == log.next_round]
-        close = next((each for each in closes if self._context.closes(each, log)), None)
+        close = next((each for each in closes if self._context.may_close(each, log)), None)
         agree = {cut: each for (cut, digest), each in signed.items() if digest is None}
         found = [
             Committed(entry, tuple({**agree.get(entry.cut.hash, {}), **have}.values()), close)

@@ -259,7 +259,7 @@ class Member:
         if known is not None and (known.base == close.base or not is_of_leader):
             return True
         is_near = 0 <= close.round - self.log.next_round <= self._context.lag
-        if not is_near or not self._context.closes(close, self.log):
+        if not is_near or not self._context.may_close(close, self.log):
             return known is not None
         self.closes[close.round] = close
         self.work.round(close.round)

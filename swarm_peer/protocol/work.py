@@ -60,7 +60,7 @@ class RoundContext:
     timing: Timing
     last_step: int | None = None
 
-    def closes(self, close: Close, *logs: Log) -> bool:
+    def may_close(self, close: Close, *logs: Log) -> bool:
         """Whether counts fill the batch of a round, and are of no older epochs than what they can be of.
 
         A seat that computes in a round has its stage's entry before that. So it is in no older epoch than what that
@@ -77,7 +77,7 @@ class RoundContext:
 
     def is_valid(self, log: Log, known: Log) -> bool:
         """Whether all entries of a log were committed, and their rounds over; see Log."""
-        return log.is_valid(known, self.epoch_of, lambda close: self.closes(close, log, known))
+        return log.is_valid(known, self.epoch_of, lambda close: self.may_close(close, log, known))
 
     def believes(self, log: Log, committed: Committed) -> bool:
         """Whether an entry of another stage than a log's was committed, as far as that shows."""

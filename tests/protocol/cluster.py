@@ -10,11 +10,11 @@ from checks import Checks, Violation
 from driver import Driver
 
 from swarm_peer.protocol.core import Core
-from swarm_peer.protocol.epochs import Certified, Epoch, Rules
+from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, Rules
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.round_rules import RoundRules
-from swarm_peer.protocol.statements import EpochId, Seat, Sign, Signed
+from swarm_peer.protocol.statements import EpochId, KeySigned, Seat, Sign, Signed
 from swarm_peer.protocol.work import RoundContext
 
 
@@ -85,6 +85,12 @@ class Cluster:
     def count(self, kind: str) -> None:
         """Note that something has happened."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def begin(self, peer: str, ticket: str) -> None:
+        """Have the run begin with an epoch of a coordinator alone, which the run key has signed."""
+        seat = Seat(peer, 1, ticket)
+        epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),))
+        self.first = Certified(epoch, (Signed(KeySigned(epoch.hash), b"key"),))
 
     def start(self, process: Process) -> None:
         """Begin a new life of a process."""

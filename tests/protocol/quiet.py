@@ -10,10 +10,9 @@ from random import Random
 from cluster import Cluster, Process
 
 from swarm_peer.protocol.core import Core
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place
+from swarm_peer.protocol.epochs import COORDINATORS
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.round_rules import RoundRules
-from swarm_peer.protocol.statements import EpochId, KeySigned, Seat, Signed
 
 LINK_S = 0.02
 TICK_S = 0.25
@@ -33,9 +32,7 @@ class Quiet(Cluster):
         """Start a process; the first one makes the first epoch."""
         process = self.processes[peer] = Process(peer, ticket, frozenset(stages), has_key)
         if len(self.processes) == 1:
-            seat = Seat(peer, 1, ticket)
-            epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),))
-            self.first = Certified(epoch, (Signed(KeySigned(epoch.hash), b"key"),))
+            self.begin(peer, ticket)
         self.start(process)
         self._at(TICK_S * self.random.random(), lambda: self._tick(process))
         return process

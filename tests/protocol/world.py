@@ -16,11 +16,11 @@ from checks import Violation
 from cluster import Cluster, Process
 
 from swarm_peer.protocol.core import Core
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, choose_restart
+from swarm_peer.protocol.epochs import COORDINATORS, Epoch, choose_restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.round_rules import RoundRules
-from swarm_peer.protocol.statements import EpochId, KeySigned, Offer, Seat, Signed
+from swarm_peer.protocol.statements import Offer
 
 TICK_S = 0.5
 # Each schedule has one of these sets of faults.
@@ -114,9 +114,7 @@ class World(Cluster):
         process.offset_s = self.random.choice((0.0, 1e6))
         self.processes[peer] = process
         if len(self.processes) == 1:
-            seat = Seat(peer, 1, ticket)
-            epoch = Epoch(EpochId(1, seat, 0), (Place(COORDINATORS, seat),))
-            self.first = Certified(epoch, (Signed(KeySigned(epoch.hash), b"key"),))
+            self.begin(peer, ticket)
         self.start(process)
         self._at(TICK_S * self.random.random(), lambda: self._tick(process))
 

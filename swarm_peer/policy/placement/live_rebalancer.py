@@ -130,8 +130,7 @@ class LiveRebalancer:
         """Whether enough is known for a decision, and nothing is about to change."""
         if not computes:
             self._computing_s = now_s
-        # The first announcements of some peers are still to come, or no peer has computed yet.
-        # Or all have gone, and there is nobody to move.
+        # The first announcements of some peers are still to come, no peer has computed yet, or all have gone.
         is_early = not computes or not self._serving or now_s < self._settled_s
         if is_early or self._waits_for_inherited(view, now_s):
             self._decided_s = now_s

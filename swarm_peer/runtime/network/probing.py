@@ -99,9 +99,9 @@ class Prober:
         )
 
     async def _bytes_per_s(self, peer_id: str, round_trip_s: float, *, is_up: bool) -> float:
-        """How fast bytes pass the link in one direction; a lower bound, since TCP begins slowly.
+        """How fast bytes pass the link in one direction: too low as a rule, since TCP begins slowly.
 
-        Round trips are not alike: where one took longer than the bytes, taking it off would leave no time for them.
+        Where round trips vary, it may be up to twice too high: one that took longer than the bytes would leave no time.
         """
         rate = 0.0
         for num_bytes in (FIRST_BYTES, MAX_PROBE_BYTES - FIRST_BYTES):
