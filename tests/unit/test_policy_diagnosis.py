@@ -176,7 +176,7 @@ def test_nothing_is_wrong_where_a_machine_fits_its_run():
     assert text["clock"] == "0.0 s behind the clocks of 3 members"
     assert text["members"] == "3 of 3 answer, 3 at addresses of their own, round trips of 50 to 50 ms"
     assert text["router"] == "one that translates addresses, as 11.0.0.9"
-    assert text["links"] == "5.0 MB/s up and 20.0 MB/s down, at least"
+    assert text["links"] == "about 5.0 MB/s up and 20.0 MB/s down"
     assert text["stages"] == "memory for all"
     assert text["speed"] == "about 2,050 tokens/s in stage 1, by its link; a peer there computes 3,070"
 
@@ -221,7 +221,7 @@ def test_what_nobody_tells_is_no_fault():
             replace(RUN, ways=[replace(WAY, up_bytes_per_s=1e4)]),
             "links",
             Level.WARNING,
-            "10.0 kB/s up and 20.0 MB/s down, at least: take another link: peers need 64.0 kB/s",
+            "about 10.0 kB/s up and 20.0 MB/s down: take another link: peers need 64.0 kB/s",
         ),
         (
             replace(RUN, microbatch_bytes=1e8),

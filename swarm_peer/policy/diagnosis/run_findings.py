@@ -221,7 +221,7 @@ def judge_links(ways: Sequence[MemberWay], microbatch_bytes: float, hop_timeout_
         reasons = [way.reason for way in ways if way.is_reached and way.reason]
         return fine("links", f"not measured ({reasons[0] if reasons else 'no member answers'})")
     slowest = min(max(ups), max(downs))
-    seen = f"{in_bytes(max(ups))}/s up and {in_bytes(max(downs))}/s down, at least"
+    seen = f"about {in_bytes(max(ups))}/s up and {in_bytes(max(downs))}/s down"
     if slowest < SLOWEST_BYTES_PER_S:
         return warning("links", seen, f"take another link: peers need {in_bytes(SLOWEST_BYTES_PER_S)}/s both ways")
     if microbatch_bytes / slowest > LINK_SHARE * hop_timeout_s:
