@@ -6,6 +6,7 @@ A leader leaves out whom accusations are about, and those agree to it by the sam
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Blamed, Cut
@@ -31,7 +32,7 @@ def to_leave_out(
         frozenset({author, accused})
         for author, each in blamed.items()
         for accused in each.body.seats
-        if author != accused
+        if author != accused and accused in cut.seats
     )
     if not pairs:
         return set(), ()
@@ -41,16 +42,26 @@ def to_leave_out(
     return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)
 
 
+def in_turn(epoch: Epoch, seats: Collection[Seat], turn: int) -> set[Seat]:
+    """All seats of one vote, another one at each turn: where nobody says who is to blame, each is left out once.
+
+    Of fewer than three votes none, since those that are left could not agree without it.
+    """
+    votes = sorted({epoch.vote_of(seat) for seat in seats})
+    return {seat for seat in seats if epoch.vote_of(seat) == votes[turn % len(votes)]} if len(votes) > 2 else set()
+
+
 def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:
     """Whether a seat that is ready agrees to be left out of a cut, for what was said about the one before.
 
-    All of its accuser's vote are left out as well, or most votes of the cut before accuse it.
+    Both it and its accuser were in that one. All of its accuser's vote are left out as well, or most votes of the cut
+    before accuse it. A seat that was not in it, or has another life or ticket, is anybody's invention.
 
     Args:
         epoch: of the cut
     """
     about_it = (signed.body for signed in cut.blamed if signed.body.cut == before.hash)
-    accusers = {body.author for body in about_it if seat in body.seats}
+    accusers = {body.author for body in about_it if {seat, body.author} <= set(before.seats) and seat in body.seats}
     votes = {epoch.vote_of(each) for each in cut.seats}
     is_pair = any(epoch.vote_of(each) not in votes for each in accusers)
     return is_pair or epoch.is_quorum(accusers, before.seats)

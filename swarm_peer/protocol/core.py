@@ -43,7 +43,8 @@ from swarm_peer.protocol.work import RoundContext
 
 # After a question for a root, all rounds that begin within so long tell it: the state may be copied in any of them.
 ROOTED_S = 5.0
-# A seat that is not ready agrees to be left out after this share of ready_s, on its own clock.
+# A seat that is not ready, or has no result, agrees to be left out after this share of ready_s, or of average_s, on its
+# own clock.
 PATIENT = 0.8
 
 
@@ -83,15 +84,17 @@ class Core:
         self._spoken: dict[int, list[object]] = {}
         self._told_heads: dict[int, Head] = {}
         self._waits: dict[int, Waits] = {}
-        # By stage and round, when its close was known here.
-        self._closed_s: dict[tuple[int, int], float] = {}
+        # By stage, when the close of a round, or a cut, by its hash, was known here.
+        self._known_s: dict[tuple[int, int | str], float] = {}
         self._prepared: dict[int, tuple[Log, str, Ledger | None]] = {}
         membership.known.named = self._named_epochs
 
     def _named_epochs(self) -> set[EpochId]:
         """The epochs of all that this peer may have to show others."""
         own = (epochs_in(each.status()) | each.work.named_epochs() for each in self.members.values())
-        return set().union(*own, *(leader.named_epochs() for leader in self.leaders.values()))
+        logs = (*self.told.values(), *(log for log, *_ in self._prepared.values()))
+        theirs = (epochs_in(Entries(log.stage, self.epoch.id, log.committed, None)) for log in logs)
+        return set().union(*own, *theirs, *(leader.named_epochs() for leader in self.leaders.values()))
 
     def prepare(
         self, stage: int, log: Log, state: str, epochs: Iterable[Certified], ledger: Ledger | None = None
@@ -146,7 +149,7 @@ class Core:
         if resends:
             self._next_resend_s = now_s + self.membership.timing.resend_s
         self.membership.resigned = frozenset(stage for stage, member in self.members.items() if member.is_lost)
-        self._note_closed(now_s)
+        self._note_known(now_s)
         self.membership.stuck = frozenset(stage for stage in self.members if self._is_stuck(stage, now_s))
         for stage in sorted(self.members):
             sent += self._lead(now_s, stage, resends)
@@ -282,7 +285,10 @@ class Core:
         elif member.reign is not None and isinstance(body, Begin):
             member.take_base(body.round, body.base, body.is_rooted)
         elif member.reign is not None and isinstance(body, Cutting):
-            member.take_cut(body.cut, body.shown, is_late=self._is_late(now_s, stage, body.cut.round))
+            timing, cuts = self.membership.timing, member.work.cuts
+            is_late = self._is_known_for(now_s, stage, body.cut.round, timing.ready_s)
+            was_slow = all(self._is_known_for(now_s, stage, cut, timing.average_s) for cut in cuts)
+            member.take_cut(body.cut, body.shown, is_late=is_late, was_slow=was_slow)
         elif member.reign is not None and isinstance(body, Commit) and not member.take_commit(body.committed):
             return [member.status()]
         return []
@@ -293,14 +299,16 @@ class Core:
         known = {each.epoch.id: each.epoch.leader(stage) for each in self.membership.known.chain}
         return reign <= self.epoch.id and known.get(reign, leader) == leader
 
-    def _is_late(self, now_s: float, stage: int, number: int) -> bool:
-        """Whether this peer has known for long that a round is over, so that others need not wait for it."""
-        closed_s = self._closed_s.get((stage, number))
-        return closed_s is not None and now_s >= closed_s + PATIENT * self.membership.timing.ready_s
+    def _is_known_for(self, now_s: float, stage: int, what: int | str, seconds: float) -> bool:
+        """Whether this peer has known a close or a cut for so long that others need not wait for it."""
+        since_s = self._known_s.get((stage, what))
+        return since_s is not None and now_s >= since_s + PATIENT * seconds
 
-    def _note_closed(self, now_s: float) -> None:
-        known = {(stage, number) for stage, member in self.members.items() for number in member.closes}
-        self._closed_s = {key: self._closed_s.get(key, now_s) for key in known}
+    def _note_known(self, now_s: float) -> None:
+        known = set[tuple[int, int | str]]()
+        for stage, member in self.members.items():
+            known |= {(stage, number) for number in member.closes} | {(stage, cut) for cut in member.work.cuts}
+        self._known_s = {key: self._known_s.get(key, now_s) for key in known}
 
     def _note_told(self, stage: int, entries: Entries) -> None:
         """Note the log of a stage that this peer wants to serve, if it is newer than what is known of it."""
@@ -341,6 +349,8 @@ class Core:
                 member.take_cut(own.cut, own.shown)
             elif isinstance(own, Begin):
                 member.take_base(own.round, own.base, own.is_rooted)
+            elif isinstance(own, Close):
+                self._handle_close(self.membership.me, own)
         before, self._spoken[stage] = self._spoken.get(stage, []), list(said)
         sent = list[Sent]()
         for body in said:
@@ -378,8 +388,8 @@ class Core:
 
     def _to_leaders(self, stage: int, head: Head) -> list[Sent]:
         for other_stage, other in self.leaders.items():
-            if other_stage != stage:
-                other.take_head(self.membership.me, head)
+            if other_stage != stage and (evidence := other.take_head(self.membership.me, head)) is not None:
+                self.leaders[stage].take_evidence(evidence)
         return self._to_seats(self._stage_leaders(), head)
 
     def _to_seats(self, seats: Iterable[Seat], body: Body) -> list[Sent]:

@@ -6,7 +6,7 @@ Owns how an epoch follows from its parent and a set of wishes. Knows nothing of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -218,10 +218,18 @@ class Certified:
         return any(parent.is_quorum(found & set(voters), voters) for found in authors.values())
 
 
-def without_old(chain: list[Certified]) -> list[Certified]:
-    """The epochs of a chain that others may need, in their order."""
+def rank_of(chain: Sequence[Certified]) -> tuple[EpochId, EpochId]:
+    """By which a newcomer knows the newest of several chains: by the newest epoch of the run key, then by the last.
+
+    A seat that was the only voter once can make up epochs with any number after that one.
+    """
+    return max(each.epoch.id for each in chain if each.is_of_key), chain[-1].epoch.id
+
+
+def without_old(chain: list[Certified], kept: int) -> list[Certified]:
+    """The epochs of a chain that others may need, in their order: from the last that the run key has signed on."""
     newest_of_key = max((index for index, each in enumerate(chain) if each.is_of_key), default=0)
-    return chain[min(newest_of_key, max(0, len(chain) - KEPT_EPOCHS)) :]
+    return chain[min(newest_of_key, max(0, len(chain) - kept)) :]
 
 
 def next_epoch(

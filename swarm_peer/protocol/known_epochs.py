@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from swarm_peer.protocol.epochs import KEPT_EPOCHS, Certified, Epoch, without_old
 from swarm_peer.protocol.statements import EpochId, KeySigned, Sign
 
+# The holder of the run key tells all of each epoch with such a number, signed with the key.
+ANCHORED_EVERY = KEPT_EPOCHS // 2
 # Places and statements of epochs in one message of 1 MiB; a seat that has missed more asks again.
 MAX_TOLD = 4000
 
@@ -21,15 +23,17 @@ class KnownEpochs:
     Attributes:
         newest: the one that the seat is in
         named: the epochs of what the seat may have to show others, which it does not forget
+        kept: others that it remembers
     """
 
     def __init__(self, first: Certified, sign_as_key: Sign | None = None):
         self.newest = first.epoch
+        self.kept = KEPT_EPOCHS
         self._chain = [first]
         self._followed = {first.epoch.id: first}
         # Followed or not: those that are certified by the one before in a message, or by the key; the last heard last.
         self._past = {first.epoch.id: first}
-        self._num_named = 0
+        self._num_needed = 0
         self.named: Callable[[], Iterable[EpochId]] = tuple
         self._sign_as_key = sign_as_key
 
@@ -64,35 +68,58 @@ class KnownEpochs:
             is_certified = certified.is_of_key or (before is not None and certified.follows(before))
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
                 self._follow([*self._chain, self._anchored(certified)])
-            # Two epochs of one id are a liar's work: all take the same one.
-            elif epoch.id == own.id and epoch.hash < own.hash and certified.follows(self._chain[-2:][0].epoch):
+            elif epoch.id == own.id and self._takes_the_place_of_newest(certified):
                 self._follow([*self._chain[:-1], certified])
+            elif certified.is_of_key and (known := self._followed.get(epoch.id)) and known.epoch == epoch:
+                # A place to begin from: those before it are not told any more.
+                self._follow([certified if each is known else each for each in self._chain])
             # A seat that was a voter once can certify others than have followed, also later ones than the newest.
             elif is_certified and epoch.id <= own.id and self.epoch_of(epoch.id) in (None, epoch):
                 self._remember(certified if certified.is_of_key else self._certified(epoch.id) or certified)
             else:
                 continue
-            before, has_changed = epoch, has_changed or self.newest is not own
-        if len(self._past) > KEPT_EPOCHS + self._num_named:
+            before, has_changed = epoch, has_changed or self.newest != own
+        if len(self._past) > self.kept + self._num_needed:
             self._forget()
         return has_changed
 
+    def _takes_the_place_of_newest(self, certified: Certified) -> bool:
+        """Two epochs of one id are a liar's work: all take the one that the run key has signed, or else the same one.
+
+        Where few tickets choose, one of them may do so alone, at any time: there the first stays.
+        """
+        own, before = self._chain[-1], self._chain[-2:][0].epoch
+        is_chosen = certified.is_of_key or (before.is_divided and certified.follows(before))
+        return is_chosen and _rank(certified) < _rank(own)
+
     def _follow(self, chain: list[Certified]) -> None:
-        self._chain = without_old(chain)
+        for each in chain:
+            if self._past.get(each.epoch.id) is not each:
+                self._remember(each)
+        self._chain = without_old(chain, self.kept)
         self.newest = self._chain[-1].epoch
         self._followed = {each.epoch.id: each for each in self._chain}
-        self._remember(self._chain[-1])
 
     def _remember(self, certified: Certified) -> None:
         self._past.pop(certified.epoch.id, None)
         self._past[certified.epoch.id] = certified
 
     def _forget(self) -> None:
-        named = {each.epoch.id for past in (self.newest.id, *self.named()) for each in self.up_to(past)}
-        others = [past for past in self._past if past not in named]
-        for past in others[:-KEPT_EPOCHS]:
-            del self._past[past]
-        self._num_named = len(self._past) - min(len(others), KEPT_EPOCHS)
+        """Forget what nobody may have to show: of no use without its way to the run key is what others will name."""
+        needed = {*self._followed, *self.named()}
+        newest = [past for past in self._past if past not in needed][-self.kept :]
+        ways = {each.epoch.id for past in (*needed, *newest) for each in self.up_to(past)}
+        self._past = {past: each for past, each in self._past.items() if past in ways or past in needed}
+        self._num_needed = max(len(self._past) - self.kept, 0)
+
+    @property
+    def to_anchor(self) -> tuple[Certified, ...]:
+        """The newest epoch that this process has signed with the run key, while others' may be far before it.
+
+        Those who hear of it need not keep those before it. Where its own coordinator votes, they hear of each.
+        """
+        is_due = self._sign_as_key is not None and self.newest.id.number % ANCHORED_EVERY == 0
+        return (self._chain[-1],) if is_due and self.newest.id.number else ()
 
     def _anchored(self, certified: Certified) -> Certified:
         """The epoch with the run key's signature besides, if this process holds the key: a place to begin from."""
@@ -120,3 +147,7 @@ class KnownEpochs:
                 return tuple(told)
             epoch_id = epoch_id._replace(number=epoch_id.number - 1)
         return ()
+
+
+def _rank(certified: Certified) -> tuple[bool, str]:
+    return not certified.is_of_key, certified.epoch.hash

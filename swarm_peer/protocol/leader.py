@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from swarm_peer.policy.data.ranges import WindowRange
-from swarm_peer.protocol.accusations import to_leave_out
+from swarm_peer.protocol.accusations import in_turn, to_leave_out
 from swarm_peer.protocol.attempts import Attempt, Round
 from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
@@ -47,6 +47,7 @@ from swarm_peer.protocol.messages import (
 )
 from swarm_peer.protocol.other_stages import OtherStages
 from swarm_peer.protocol.patience import Patience
+from swarm_peer.protocol.signed_entries import signed_entries
 from swarm_peer.protocol.statements import EpochId, Seat, Signed
 from swarm_peer.protocol.work import RoundContext
 
@@ -303,7 +304,9 @@ class Leader:
         """
         self._take_closes(*self._statuses.values())
         log, told = self._member.log, self.others.entries(epoch)
-        for committed in self._signed_already():
+        for committed in signed_entries(log, self._statuses.values(), self._member.closes.values(), self._context):
+            if committed.entry.hash in self._refused:
+                continue
             longer = Log(log.stage, log.restart, (*log.committed, committed))
             if any(self._context.is_lost(longer, each) for each in (*self._told, *told)):
                 self._refused.add(committed.entry.hash)
@@ -316,34 +319,6 @@ class Leader:
         """Take a member's log for the stage's."""
         self._member.take_log(log, self.reign)
         self.round = Round(self._member.log.next_round)
-
-    def _signed_already(self) -> list[Committed]:
-        """Entries that follow from what members have signed for cuts of the open round."""
-        log = self._member.log
-        said = [pair for status in self._statuses.values() for pair in status.said]
-        next_, cuts = (log.next_round, log.head), {cut.hash: cut for cut, _ in said}
-        cuts = {name: cut for name, cut in cuts.items() if (cut.round, cut.parent) == next_}
-        signed: dict[tuple[str, str | None], dict[Seat, Signed[Have] | Signed[Pass]]] = {}
-        for _, each in said:
-            body, cut = each.body, cuts.get(each.body.cut)
-            origin = self._context.epoch_of(cut.epoch) if cut is not None else None
-            if origin is not None and body.author in origin.roster(log.stage):
-                digest = body.digest if isinstance(body, Have) else None
-                signed.setdefault((body.cut, digest), {})[body.author] = each
-        entries = [(Entry(cuts[cut], digest), have) for (cut, digest), have in signed.items() if digest is not None]
-        if not entries:
-            return []
-        # Any that fills the batch shows that the round was over, of whichever heads.
-        closes = [*self._member.closes.values(), *(close for each in self._statuses.values() for close in each.closes)]
-        closes = [each for each in closes if each.round == log.next_round]
-        close = next((each for each in closes if self._context.may_close(each, log)), None)
-        agree = {cut: each for (cut, digest), each in signed.items() if digest is None}
-        found = [
-            Committed(entry, tuple({**agree.get(entry.cut.hash, {}), **have}.values()), close)
-            for entry, have in entries
-            if close is not None and entry.hash not in self._refused
-        ]
-        return [each for each in found if self._context.is_agreed(each)]
 
     # --- cuts
 
@@ -450,11 +425,14 @@ class Leader:
         return Committed(entry, agreement, self._member.closes[cut.round])
 
     def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None, present: Attempt) -> None:
-        """Try again without those that said nothing, or without accuser and accused; then with all once more."""
+        """Try again without those that said nothing, or without accuser and accused; then with all once more.
+
+        Where nobody knows who is to blame, it is tried without each vote in its turn.
+        """
         cut, ready = present.cut, self.round.ready
         roster = set(epoch.roster(self._member.stage))
         gone = set(cut.seats) - roster
-        silent = {seat for seat in cut.seats if seat not in present.said and seat not in present.blamed} - gone
+        silent = present.silent - gone
         unreached = set[Seat]()
         if present.failed_s is None and epoch.is_quorum(present.blamed, cut.seats):
             present.failed_s = now_s
@@ -466,7 +444,8 @@ class Leader:
         more = self._come_since(cut) & roster
         # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.
         is_of_old = epoch.id != cut.epoch and not silent
-        has_failed = bool(present.blamed or (more and present.most_s is None)) and not silent
+        has_split = not present.has_result(epoch)
+        has_failed = bool(present.blamed or has_split or (more and present.most_s is None)) and not silent
         if not gone and not is_late and not is_of_old and not has_failed:
             return
         self.round.tried |= more
@@ -482,10 +461,17 @@ class Leader:
                 votes = {epoch.vote_of(seat) for seat in left_out}
                 left = {seat for seat in left if epoch.vote_of(seat) not in votes}
         self.round.unreached |= unreached
-        if attempt % MAX_TRIES == 0 or not left:
-            blamed, left = (), set(ready) & roster - self.round.unreached
+        everybody = set(ready) & roster
+        reached = everybody - self.round.unreached
+        is_unknown = not gone and present.accuses_nobody(epoch)
+        suspects = in_turn(epoch, reached, attempt + epoch.id.number) if is_unknown else set()
+        others = reached - suspects
+        if suspects and (epoch.is_quorum(others, roster) if epoch.is_divided else attempt % MAX_TRIES):
+            blamed, left, unreached = (), others, suspects
+        elif attempt % MAX_TRIES == 0 or not left:
+            blamed, left = (), reached
             if epoch.is_divided and not epoch.is_quorum(left, roster):  # who is not accused does not agree to it
-                left, self.round.unreached = set(ready) & roster, set()
+                left, self.round.unreached = everybody, set()
             if not epoch.is_divided and left:
                 left = {max(left, key=lambda seat: (ready[seat].part.weight, seat))}
         if left:

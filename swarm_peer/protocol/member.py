@@ -6,8 +6,6 @@ The leader's part stands in leader.py.
 
 from __future__ import annotations
 
-from typing import cast
-
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import num_windows
 from swarm_peer.protocol.accusations import is_rightly_left_out
@@ -29,13 +27,11 @@ from swarm_peer.protocol.log import (
     Receipt,
 )
 from swarm_peer.protocol.messages import Blame, Body, Counted, Entries, Head, Ready, Said, Status, that_fit
-from swarm_peer.protocol.statements import EpochId, S, Seat, Signed
+from swarm_peer.protocol.statements import EpochId, Seat, Signed, SignedOnce
 from swarm_peer.protocol.work import Answer, OpenRound, RoundContext, Work
 
 # Entries that a member tells of its log: a leader that lacks more takes a state.
 TOLD_ENTRIES = 4
-# Signatures that are kept.
-MAX_SIGNED = 64
 
 
 class Member:
@@ -54,6 +50,7 @@ class Member:
         granted: what it may read and launch, at stage 0
         reads: what the driver reads
         wants_samples: how many more samples the driver would launch
+        num_voids: how often it had to give up what it had computed, since its leader told of other heads
     """
 
     def __init__(
@@ -81,7 +78,8 @@ class Member:
         self.granted: Grant | None = None
         self.reads = Reads()
         self.wants_samples = 0
-        self._signed: dict[object, object] = {}
+        self.num_voids = 0
+        self._signed = SignedOnce(context.sign)
         self._lagged_in = -1  # the last round in which it was behind: it says so when it is so no more
 
     # --- what the driver shall do
@@ -177,7 +175,7 @@ class Member:
     def receipt_for(self, caller: Seat, number: int, epoch: Epoch) -> Signed[Receipt] | None:
         """This seat of stage 1 signs how much it has computed for a caller of stage 0."""
         receipt = self.work.receipt_for(caller, number, epoch)
-        return self._sign(receipt) if receipt is not None else None
+        return self._signed(receipt) if receipt is not None else None
 
     def drained(self, number: int) -> None:
         """Nothing of a closed round is inside any more."""
@@ -200,13 +198,13 @@ class Member:
     def averaged(self, cut: Cut, digest: str) -> None:
         """The driver has the result of a cut."""
         if cut == self.averaging:
-            self.work.open[cut.round].answer.said = self._sign(Have(self.me, cut.epoch, cut.hash, digest))
+            self.work.open[cut.round].answer.said = self._signed(Have(self.me, cut.epoch, cut.hash, digest))
 
     def failed(self, cut: Cut, blamed: frozenset[Seat]) -> None:
         """The driver could not average a cut."""
         if cut == self.averaging:
             seats = tuple(sorted(blamed & set(cut.seats)))
-            self.work.open[cut.round].answer.failed = self._sign(Blamed(self.me, cut.epoch, cut.hash, seats))
+            self.work.open[cut.round].answer.failed = self._signed(Blamed(self.me, cut.epoch, cut.hash, seats))
 
     def reached(self, state: str, ledger: Ledger | None = None) -> None:
         """The weights embody an entry now, or the base of the log.
@@ -273,20 +271,24 @@ class Member:
         present.is_rooted |= is_rooted
         if len(base) != self._context.num_stages:
             return
-        if present.computed.base not in ((), base) and base[self.stage] == self.base(number):
+        if present.computed.base not in ((), base) and base[self.stage] == self.base(number) and not present.is_void:
             present.is_void = True
+            self.num_voids += 1
 
     def voided(self, number: int) -> None:
         """The driver has given up what it had computed in a round, and nothing of it is inside any more."""
         if (present := self.work.open.get(number)) is not None and present.is_void:
             self.work.void(number)
 
-    def take_cut(self, cut: Cut, shown: tuple[Committed, ...] = (), *, is_late: bool = True) -> None:
+    def take_cut(
+        self, cut: Cut, shown: tuple[Committed, ...] = (), *, is_late: bool = True, was_slow: bool = True
+    ) -> None:
         """Be in a cut, or agree to be left out.
 
         Args:
             shown: entries of other stages that are in its base, and not in that of the round's counts
             is_late: whether a seat that is not ready has had its time, so that it agrees
+            was_slow: the same of one that has no result of the cut before
         """
         is_late |= self.is_behind and not self.work.brings(cut.round)
         if (cut.round, cut.parent) != (self.log.next_round, self.log.head) or cut.round not in self.closes:
@@ -306,7 +308,7 @@ class Member:
         agreed = [each.entry for each in newest if self._context.believes(self.log, each)]
         if own is None:
             epoch = self._context.epoch_of(cut.epoch)
-            was_slow = before is not None and self.me in before.seats and present.answer.said is None
+            was_slow &= before is not None and self.me in before.seats and present.answer.said is None
             is_accused = before is not None and epoch is not None and is_rightly_left_out(self.me, cut, before, epoch)
             may_pass = (is_late and not self._is_ready(present)) or was_slow or is_accused
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
@@ -316,7 +318,7 @@ class Member:
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
 
     def _agree_to(self, cut: Cut, present: OpenRound) -> None:
-        present.answer.said = self._sign(Pass(self.me, cut.epoch, cut.hash))
+        present.answer.said = self._signed(Pass(self.me, cut.epoch, cut.hash))
 
     def _is_sound(self, cut: Cut, mine: Part, present: OpenRound) -> bool:
         """Whether a cut is of the heads that this seat knows, and holds what it brings and nothing that has counted."""
@@ -411,14 +413,6 @@ class Member:
 
     # --- what it says
 
-    def _sign(self, body: S) -> Signed[S]:
-        """The statement, signed once: it is said again and again."""
-        if body not in self._signed:
-            if len(self._signed) >= MAX_SIGNED:
-                self._signed.clear()
-            self._signed[body] = self._context.sign(body)
-        return cast(Signed[S], self._signed[body])
-
     def _is_rooted(self, present: OpenRound) -> bool:
         return present.is_rooted or self._context.is_rooted(self.log.optimizer_step_at(present.number))
 
@@ -456,6 +450,9 @@ class Member:
 
     def _counted(self, working: OpenRound, epoch: Epoch) -> Counted:
         made, number = working.computed, working.number
+        if made.lacks_receipts and made.claimed >= 2 * self._context.batch and self._context.num_stages > 1:
+            # It may launch no more, and what others have lost of it would keep the round open for ever.
+            working.is_void = True
         receipts = tuple(receipt for _, receipt in sorted(made.receipts.items()))
         done_so_far = working.voids, num_windows(made.samples), made.base, receipts, made.weight, made.loss_sum
         done = Done(self.me, epoch.id, number, *done_so_far)
@@ -463,7 +460,7 @@ class Member:
         seen = granted.number if granted is not None and granted.reign == self.reign else 0
         wants = Wants(seen, reads.slices, reads.wanted, number, made.claimed, self.wants_samples, working.voids)
         guests = tuple(sorted(name for name in self.work.guests if name.round == self._context.decided_in(number)))
-        return Counted(self._sign(done), wants, guests)
+        return Counted(self._signed(done), wants, guests)
 
     def head(self) -> Head:
         """Where the stage stands, for the leaders of others: entries without the counts that closed their rounds."""

@@ -405,14 +405,12 @@ class Membership:
         return successor if goes_as_far else None
 
     def _handle_vote(self, accepted: Signed[Accepted]) -> None:
-        body = accepted.body
-        if self._proposed is None or (body.epoch, body.ballot) != (self.epoch.id, self._ballot):
-            return
-        if body.successor != (successor := self._proposed[0]).hash:
+        body, asked = accepted.body, self._proposed
+        if asked is None or (body.epoch, body.ballot, body.successor) != (self.epoch.id, self._ballot, asked[0].hash):
             return
         self._votes[body.author] = accepted
         if self.epoch.is_quorum(self._votes, self.epoch.voters):
-            self._announce(Certified(successor, tuple(self._votes.values())))
+            self._announce(Certified(asked[0], tuple(self._votes.values())))
 
     # --- the run key
 
@@ -481,6 +479,8 @@ class Membership:
         """Follow each of these epochs that is certified and newer; remember those that are older."""
         if self.known.learn(epochs):
             self._begin_epoch()
+            if anchor := self.known.to_anchor:
+                self._send_all(self.epoch.seats, News(anchor))
 
     def _tell(self, peer: str, epochs: tuple[Certified, ...]) -> None:
         if epochs:

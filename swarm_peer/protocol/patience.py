@@ -104,7 +104,8 @@ class Waits:
 
     Time in which it has work of its own makes up for some of that, and so does each round that ends. An average is such
     work once an entry is of its cut. Once another cut has come, it was waiting: a leader that has members average in
-    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame.
+    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame. What a
+    member had computed of a round was waiting as well, once its leader has told of other heads.
 
     Attributes:
         waited_s: more than what was made up for
@@ -116,14 +117,19 @@ class Waits:
         self._looked_s = now_s
         self._averaged: tuple[Cut, float] | None = None
         self._excused = set[Seat]()
-        self._round = 0
+        self._round = self._num_voids = 0
+        self._worked_s = 0.0
 
     def look(self, now_s: float, member: Member, timing: Timing) -> bool:
         """Note what a member does since the last look. Returns whether its leader has had it wait for too long."""
         # More is a stall of this process.
         passed_s, self._looked_s = min(now_s - self._looked_s, timing.resend_s), now_s
         cut = member.averaging
+        if member.num_voids != self._num_voids:
+            self._add(self._worked_s * (1 + 1 / WORK_PER_WAIT), is_work=False)
+            self._num_voids, self._worked_s = member.num_voids, 0.0
         if member.log.next_round != self._round:
+            self._worked_s = 0.0
             self.waited_s = max(0.0, self.waited_s - FREE_S * max(member.log.next_round - self._round, 0))
             self._round = member.log.next_round
             for committed in member.log.committed:
@@ -135,6 +141,7 @@ class Waits:
             spent_s = self._averaged[1] if self._averaged is not None else 0.0
             self._averaged = cut, spent_s + passed_s
         else:
+            self._worked_s += 0.0 if member.is_waiting else passed_s
             self._add(passed_s, is_work=not member.is_waiting)
         self.waited_s = min(self.waited_s, 2 * timing.stuck_s)
         return self.waited_s > timing.stuck_s

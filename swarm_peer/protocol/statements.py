@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+
+# Signatures of its own that a seat keeps.
+KEPT_SIGNATURES = 64
 
 
 class Seat(NamedTuple):
@@ -155,6 +158,22 @@ class Sign(Protocol):
 
     def __call__(self, body: S, /) -> Signed[S]:
         """The statement with its signature."""
+
+
+class SignedOnce:
+    """Signs what one seat says again and again once for each statement."""
+
+    def __init__(self, sign: Sign):
+        self._sign = sign
+        self._signed: dict[Statement | KeySigned, object] = {}
+
+    def __call__(self, body: S, /) -> Signed[S]:
+        """The statement with its signature."""
+        if body not in self._signed:
+            if len(self._signed) >= KEPT_SIGNATURES:
+                self._signed.clear()
+            self._signed[body] = self._sign(body)
+        return cast(Signed[S], self._signed[body])
 
 
 def hash_of(value: object) -> str:

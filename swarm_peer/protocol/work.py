@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange, merge_ranges
+from swarm_peer.policy.data.ranges import MAX_RANGES, SliceId, WindowRange, merge_ranges, num_windows
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
     Base,
@@ -124,6 +124,12 @@ class Computed:
     receipts: dict[Seat, Signed[Receipt]] = field(default_factory=dict)
     callers: dict[Seat, int] = field(default_factory=dict)
 
+    @property
+    def lacks_receipts(self) -> bool:
+        """Whether all that it has launched was computed, at stage 0, and seats of stage 1 have signed for less."""
+        done = num_windows(self.samples)
+        return done >= self.claimed and sum(each.body.samples for each in self.receipts.values()) < done
+
 
 @dataclass
 class Answer:
@@ -198,6 +204,11 @@ class Work:
     def round(self, number: int) -> OpenRound:
         """A round that is open, or opens now."""
         return self.open.setdefault(number, OpenRound(number))
+
+    @property
+    def cuts(self) -> set[str]:
+        """The newest cuts of the open rounds, by their hash."""
+        return {each.answer.cut.hash for each in self.open.values() if each.answer.cut is not None}
 
     def admits(self, number: int, base: Base) -> bool:
         """Whether a microbatch that was computed from these heads may be added; from now on, none of others may."""

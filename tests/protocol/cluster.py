@@ -10,7 +10,7 @@ from checks import Checks, Violation
 from driver import Driver
 
 from swarm_peer.protocol.core import Core
-from swarm_peer.protocol.epochs import COORDINATORS, Certified, Epoch, Place, Rules
+from swarm_peer.protocol.epochs import COORDINATORS, KEPT_EPOCHS, Certified, Epoch, Place, Rules
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.round_rules import RoundRules
@@ -62,6 +62,7 @@ class Cluster:
         *,
         num_slices: int,
         make: Callable[..., Membership] = Membership,
+        kept: int = KEPT_EPOCHS,
     ):
         self.random = random
         self.rules = Rules(num_stages=rounds.num_stages, begin_anew_steps=5, period=rounds.period)
@@ -77,6 +78,7 @@ class Cluster:
         self.driver = Driver(self)
         self.checks = Checks(self)
         self._make = make
+        self._kept = kept
 
     def send(self, process: Process, sent: list[Sent]) -> None:
         """Put messages on their way."""
@@ -107,6 +109,7 @@ class Cluster:
             sign=sign,
             sign_as_key=(lambda body: Signed(body, b"key")) if process.has_key else None,
         )
+        membership.known.kept = self._kept
         membership.desired = process.stages
         membership.acquaintances = tuple(sorted(self.processes))
         process.core = self.make_core(membership, sign)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, num_windows
-from swarm_peer.protocol.epochs import COORDINATORS, Restart
+from swarm_peer.protocol.epochs import COORDINATORS, Certified, Restart
 from swarm_peer.protocol.grants import Reads
+from swarm_peer.protocol.known_epochs import KnownEpochs
 from swarm_peer.protocol.log import Cut, HandedOver, Log
 from swarm_peer.protocol.member import Member
+from swarm_peer.protocol.messages import Entries, epochs_in
 from swarm_peer.protocol.statements import Seat, Signed, Snapshot, hash_of
 from swarm_peer.protocol.work import OpenRound
 
@@ -131,7 +133,12 @@ class Driver:
                 if is_current and mate.state == mate.log.head and self.random.random() < 0.5:
                     log = Log(stage, mate.log.restart, mate.log.committed)
                     ledger = mate.ledger.copy() if mate.ledger is not None else None
-                    core.prepare(stage, log, mate.state, other.core.membership.known.chain, ledger)
+                    core.prepare(stage, log, mate.state, self._epochs_of(log, other.core.membership.known), ledger)
+
+    def _epochs_of(self, log: Log, known: KnownEpochs) -> list[Certified]:
+        """The epochs that a log's entries rest on, as one who has it knows them."""
+        named = {known.newest.id, *epochs_in(Entries(log.stage, known.newest.id, log.committed, None))}
+        return [each for past in sorted(named) for each in known.up_to(past)]
 
     def _keep_snapshots(self, process: Process) -> None:
         core = process.core

@@ -124,12 +124,75 @@ def test_the_way_of_an_epoch_that_is_named_to_one_of_the_key_is_kept(first):
     term = Epoch(EpochId(2, ALONE, 0), chain[-1].epoch.places)
     own.learn([Certified(term, (Signed(KeySigned(term.hash), b"key"),))])
     own.learn(epochs(term, MANY, OTHER))
-    later = Epoch(EpochId(3, ALONE, 0), term.places)
-    own.learn([Certified(later, (Signed(KeySigned(later.hash), b"key"),)), *epochs(later, MANY, OTHER)])
-    assert own.newest.id.number == MANY
+    for number in (3, 4):
+        later = Epoch(EpochId(number, ALONE, 0), term.places)
+        own.learn([Certified(later, (Signed(KeySigned(later.hash), b"key"),)), *epochs(later, MANY, OTHER)])
+    assert own.newest.id == later.id._replace(number=MANY)
     assert own.up_to(chain[-2].epoch.id) == (first, *chain[:-1])
     assert own.num_past < 4 * MANY
     assert own.epoch_of(term.id.next()) is None
+
+
+def test_an_epoch_that_is_remembered_can_be_shown_once_something_names_it(first):
+    own = KnownEpochs(first)
+    own.kept = 1
+    own.learn(chain := epochs(first.epoch, 4, OTHER))
+    term = Epoch(EpochId(2, ALONE, 0), (Place(0, OTHER),))
+    own.learn([Certified(term, (Signed(KeySigned(term.hash), b"key"),))])
+    own.named = lambda: [chain[-1].epoch.id]
+    own.learn(epochs(term, 4, OTHER))
+    assert own.up_to(chain[-1].epoch.id) == (first, *chain)
+
+
+def test_an_epoch_that_goes_on_in_the_chain_alone_is_not_forgotten(first):
+    own = KnownEpochs(first)
+    own.kept = 1
+    own.learn(chain := epochs(first.epoch, 4, OTHER))
+    own.named = lambda: [chain[1].epoch.id]
+    term = Epoch(EpochId(2, ALONE, 0), (Place(0, OTHER),))
+    own.learn([Certified(term, (Signed(KeySigned(term.hash), b"key"),)), *epochs(term, 4, OTHER)])
+    assert own.up_to(chain[1].epoch.id) == (first, *chain[:2])
+
+
+def key_signed(certified):
+    return Certified(certified.epoch, (*certified.certificate, Signed(KeySigned(certified.epoch.hash), b"key")))
+
+
+def test_who_chose_alone_once_puts_nothing_in_the_place_of_the_newest_epoch(first):
+    """Where few tickets choose, one of them could make any number of epochs that follow."""
+    places = *(Place(0, Seat(name, 1, name)) for name in ("alone", "b", "c")), Place(0, OTHER)
+    genuine, forged = (
+        Certified(epoch, (Signed(Accepted(ALONE, first.epoch.id, Ballot(1, ALONE), epoch.hash), b""),))
+        for epoch in (Epoch(first.epoch.id.next(), places[number:]) for number in (0, 1))
+    )
+    for newest, other in ((genuine, forged), (forged, genuine)):
+        own = KnownEpochs(first)
+        own.learn([newest])
+        assert not own.learn([other])
+        assert own.newest == newest.epoch
+        assert own.learn([key_signed(other)]), "the run key says which one counts"
+        assert not own.learn([key_signed(newest)] if newest.epoch.hash > other.epoch.hash else [newest])
+        assert own.newest == other.epoch
+
+
+def test_the_run_key_s_copy_of_an_epoch_is_where_others_begin(first):
+    own = KnownEpochs(first)
+    own.learn(chain := epochs(first.epoch, MANY, OTHER))
+    assert len(own.chain) == 1 + MANY
+    assert not own.learn([key_signed(chain[-2])]), "it is in the same epoch as before"
+    assert own.chain == (*chain[-KEPT_EPOCHS:-2], key_signed(chain[-2]), chain[-1])
+    assert own.up_to(chain[-1].epoch.id) == (key_signed(chain[-2]), chain[-1])
+
+
+def test_a_coordinator_that_does_not_vote_tells_all_of_some_epochs_with_the_run_key_s_signature(computes):
+    run = Quiet(RoundRules(num_stages=1, batch=4, roots_every=(0,)))
+    for number in range(3):
+        run.add(f"p{number}", {0}, ticket=f"of {number}")
+    computes(run, False)
+    run.run_until(20)
+    assert "coordinator" not in {seat.peer for seat in run.cores[0].epoch.voters}
+    rejoins(run, run.processes["p2"], MANY)
+    assert all(len(core.membership.known.chain) <= 2 * KEPT_EPOCHS for core in run.cores)
 
 
 def test_an_epoch_that_the_run_key_has_signed_takes_the_place_of_its_copy_without(first):

@@ -71,7 +71,8 @@ def test_with_whom_most_have_averaged_in_vain_takes_no_part_for_some_rounds():
 
 def waited_after(rounds, waits_s, works_s):
     """For how long a leader is found to have had a member wait, after rounds of so many seconds each."""
-    member = SimpleNamespace(log=SimpleNamespace(next_round=0, committed=()), averaging=None, is_waiting=False)
+    log = SimpleNamespace(next_round=0, committed=())
+    member = SimpleNamespace(log=log, averaging=None, is_waiting=False, num_voids=0)
     waits, now_s = Waits(0.0, None), 0.0
     for _ in range(rounds):
         for member.is_waiting, seconds in ((False, works_s), (True, waits_s)):
@@ -101,7 +102,18 @@ def test_an_hour_of_waiting_is_made_up_for_in_some_minutes():
 
 
 def test_a_stall_of_the_own_process_is_no_waiting():
-    member = SimpleNamespace(log=SimpleNamespace(next_round=0, committed=()), averaging=None, is_waiting=True)
+    log = SimpleNamespace(next_round=0, committed=())
+    member = SimpleNamespace(log=log, averaging=None, is_waiting=True, num_voids=0)
     waits = Waits(0.0, None)
     assert not waits.look(300.0, member, TIMING)
     assert waits.waited_s == TIMING.resend_s
+
+
+def test_a_leader_that_has_its_members_give_up_what_they_compute_has_them_wait():
+    log = SimpleNamespace(next_round=0, committed=())
+    member = SimpleNamespace(log=log, averaging=None, is_waiting=False, num_voids=0)
+    waits, now_s = Waits(0.0, None), 0.0
+    while not waits.look(now_s, member, TIMING) and now_s < 600.0:
+        now_s += 1.0
+        member.num_voids = int(now_s // 5)
+    assert TIMING.stuck_s < now_s < TIMING.stuck_s + 10.0

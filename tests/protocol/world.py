@@ -16,7 +16,7 @@ from checks import Violation
 from cluster import Cluster, Process
 
 from swarm_peer.protocol.core import Core
-from swarm_peer.protocol.epochs import COORDINATORS, Epoch, choose_restart
+from swarm_peer.protocol.epochs import COORDINATORS, KEPT_EPOCHS, Epoch, choose_restart
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Message, Sent, Timing
 from swarm_peer.protocol.round_rules import RoundRules
@@ -65,7 +65,14 @@ class Network:
 class World(Cluster):
     """One schedule."""
 
-    def __init__(self, seed: int, make: Callable[..., Membership] = Membership, *, num_faults: int | None = None):
+    def __init__(
+        self,
+        seed: int,
+        make: Callable[..., Membership] = Membership,
+        *,
+        num_faults: int | None = None,
+        kept: int = KEPT_EPOCHS,
+    ):
         random = Random(seed)
         rounds = RoundRules(
             num_stages=random.choice((1, 2, 3)),
@@ -80,7 +87,7 @@ class World(Cluster):
         if random.random() < 0.5:
             # Hasty voters propose at once, all together, and again after a moment.
             timing = replace(timing, propose_s=0.0, retry_s=0.2)
-        super().__init__(random, rounds, timing, num_slices=random.choice((2, 5, 12)), make=make)
+        super().__init__(random, rounds, timing, num_slices=random.choice((2, 5, 12)), make=make, kept=kept)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.network = Network(
@@ -262,12 +269,15 @@ class World(Cluster):
         return choose_restart(epoch, offers, self.rules)
 
 
-def run(seed: int, make: Callable[..., Membership] = Membership) -> World:
+def run(seed: int, make: Callable[..., Membership] = Membership, *, kept: int = KEPT_EPOCHS) -> World:
     """Run one schedule.
+
+    Args:
+        kept: epochs that nobody needs, and seats remember all the same
 
     Raises:
         Violation: an invariant is broken
     """
-    world = World(seed, make)
+    world = World(seed, make, kept=kept)
     world.run()
     return world

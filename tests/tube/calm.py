@@ -107,7 +107,7 @@ def _check_memory(watch: Invariants, host: Host) -> None:
         "updates": len(driver.updates) - KEPT_ENTRIES,
         "ledgers": len(driver._ledgers),
         "results of cuts": len(driver._results),
-        "closes": len(core._closed_s),
+        "closes and cuts": len(core._known_s),
     }
     for member in core.members.values():
         kept["open rounds"] = len(member.work.open)

@@ -24,6 +24,7 @@ import coordinator.checkpoints.folder as folder_module
 import coordinator.checkpoints.store as store_module
 import swarm_peer.model.training as training_module
 import swarm_peer.protocol.epochs as epochs_module
+import swarm_peer.protocol.leader as leader_module
 import swarm_peer.runtime.mover as mover_module
 import swarm_peer.runtime.state.chunks as chunks_module
 import swarm_peer.runtime.step.averaging as averaging_module
@@ -32,7 +33,6 @@ from swarm_peer.codecs.feedback import ErrorFeedback, Try
 from swarm_peer.errors import InvalidMessage, RoundClosed
 from swarm_peer.policy.view import PeerState
 from swarm_peer.protocol.epochs import Epoch
-from swarm_peer.protocol.leader import Leader
 from swarm_peer.protocol.log import Cut
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.membership import Membership
@@ -454,7 +454,7 @@ def leases_never_lapse() -> Any:
 @defect
 def statements_not_heard() -> Any:
     """A new leader does not commit what its members have signed for the round that its predecessor had cut."""
-    return patch.object(Leader, "_signed_already", lambda leader: [])
+    return patch.object(leader_module, "signed_entries", lambda *_: [])
 
 
 @defect

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 from swarm_peer.config import RunManifest
 from swarm_peer.errors import CallError, InvalidMessage, PeerUnreachable
 from swarm_peer.protocol.core import Core
-from swarm_peer.protocol.epochs import Certified, Place, Restart, Rules
+from swarm_peer.protocol.epochs import Certified, Place, Restart, Rules, rank_of
 from swarm_peer.protocol.membership import Membership
 from swarm_peer.protocol.messages import Body, Commit, Cutting, Fetch, Message, News, Sent, Timing, Wanted, WantRoot
 from swarm_peer.protocol.round_rules import RoundRules
@@ -60,6 +60,10 @@ TIMING = Timing()
 KEY_DECIDES_AFTER = 2
 # Without snapshots of all stages, the run begins anew if it has made at most this many snapshot intervals of updates.
 BEGIN_ANEW_INTERVALS = 2
+# Members begin an average, and tell of its result, within so long besides averaging.round_timeout_s.
+AVERAGE_MARGIN_S = 10.0
+# A leader may need so long besides one average before it is found stuck.
+STUCK_MARGIN_S = 20.0
 
 
 class AgreementContext(Protocol):
@@ -147,7 +151,7 @@ class Agreement:
         """
         manifest = context.resolved.manifest
         rules, rounds = rules_of(manifest), rounds_of(manifest)
-        timing = replace(TIMING, key_s=KEY_DECIDES_AFTER * manifest.limits.announcement_s)
+        timing = timing_of(manifest)
         self.statements = Statements(context.run_id, context.identity)
         self._context = context
         self._transport = transport
@@ -353,6 +357,14 @@ def rules_of(manifest: RunManifest) -> Rules:
     return Rules(manifest.stages.count, few, manifest.averaging.steps_per_average)
 
 
+def timing_of(manifest: RunManifest) -> Timing:
+    """How long the core waits in a run: longer than an average may take there."""
+    average_s = max(TIMING.average_s, manifest.averaging.round_timeout_s + AVERAGE_MARGIN_S)
+    stuck_s = max(TIMING.stuck_s, average_s + STUCK_MARGIN_S)
+    key_s = KEY_DECIDES_AFTER * manifest.limits.announcement_s
+    return replace(TIMING, average_s=average_s, stuck_s=stuck_s, key_s=key_s)
+
+
 def _subject(body: Body) -> object:
     """A name of the thing that a message is about: of two such messages the later one alone is of use."""
     match body:
@@ -388,7 +400,7 @@ async def find_epochs(
             return
         for body in told:
             chain = _sound(body.epochs) if isinstance(body, News) else []
-            if chain and (not newest or chain[-1].epoch.id > newest[-1].epoch.id):
+            if chain and (not newest or rank_of(chain) > rank_of(newest)):
                 newest = chain
 
     with anyio.move_on_after(run_timeout_s):
