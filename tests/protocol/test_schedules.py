@@ -4,6 +4,7 @@ import ballots
 import planted_membership
 import planted_rounds
 import pytest
+import was_alone
 import world
 
 # In these, rounds once stood still: over a contribution that weighed too much, over the reign of a leader whose older
@@ -18,6 +19,16 @@ BROKEN_BEFORE = (50357, 50496, 50525, 50623, 50945, 203521, 415692, 500851, 6402
 @pytest.mark.parametrize("seed", [*range(16), *BROKEN_BEFORE])
 def test_schedules(seed):
     world.run(seed)
+
+
+@pytest.mark.parametrize("seed", [*range(8), 333, 349])
+def test_schedules_whose_seats_forget_epochs_soon(seed):
+    world.run(seed, kept=3)
+
+
+@pytest.mark.parametrize(("seed", "num_faults"), [*((seed, 0) for seed in (0, 12, 26, 37)), (303, 3), (330, 3)])
+def test_schedules_beside_one_that_was_alone_as_the_run_began(seed, num_faults):
+    was_alone.run(seed, num_faults)
 
 
 def test_walks_through_the_choice_of_one_epoch():

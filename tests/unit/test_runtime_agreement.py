@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import anyio
 import anyio.lowlevel
 import pytest
 from agreeing import BATCH, HASH, RUN, certified_first, quickly, swarm, until
+from checkpoint_worlds import manifest_of
 from contexts import make_context, unparsed
 from memory_transport import MemoryNetwork
 
 from swarm_peer.errors import InvalidMessage
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import WindowRange
-from swarm_peer.protocol.epochs import Certified
+from swarm_peer.protocol.epochs import Certified, rank_of
 from swarm_peer.protocol.grants import Reads
 from swarm_peer.protocol.log import Close, Committed, Cut, Entry, Pass
 from swarm_peer.protocol.messages import Alive, Commit, Fetch, Message, News, Probe
-from swarm_peer.protocol.statements import Seat
+from swarm_peer.protocol.statements import KeySigned, Seat, Signed
 from swarm_peer.runtime.network import agreement
 from swarm_peer.runtime.network.agreement import MAX_MESSAGES, NO_EPOCH, Agreement, Ticket, find_epochs
 from swarm_peer.runtime.network.transport import Reply
@@ -120,6 +122,22 @@ def test_a_newcomer_finds_the_newest_epoch_and_believes_no_other():
             assert await find_epochs(transport, statements, HASH, ["nobody"], 5.0) == []
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize("round_timeout_s", [10.0, 300.0])
+def test_a_leader_waits_for_as_long_as_an_average_may_take(round_timeout_s):
+    timing = agreement.timing_of(manifest_of(averaging={"round_timeout_s": round_timeout_s}))
+    assert timing.average_s > round_timeout_s
+    assert timing.stuck_s > timing.average_s
+
+
+def test_a_newcomer_believes_the_run_key_more_than_numbers():
+    first = certified_first(Identity.generate())
+    later = Certified(replace(first.epoch, id=first.epoch.id.next()), first.certificate)
+    signed = Certified(later.epoch, (Signed(KeySigned(later.epoch.hash), b""),))
+    far = [Certified(replace(first.epoch, id=first.epoch.id._replace(number=number)), ()) for number in range(1, 9)]
+    assert rank_of([first, signed]) > rank_of([first, *far])
+    assert rank_of([first, *far]) > rank_of([first])
 
 
 def test_epochs_that_the_key_has_not_signed_are_not_believed():

@@ -1,0 +1,207 @@
+"""A leader that lies gets no agreement to train alone, and what it has others give up costs it the lead."""
+
+from dataclasses import replace
+
+import pytest
+from quiet import Quiet
+
+from swarm_peer.protocol.leader import Leader
+from swarm_peer.protocol.log import Blamed
+from swarm_peer.protocol.messages import Begin
+from swarm_peer.protocol.round_rules import RoundRules
+from swarm_peer.protocol.statements import Seat, Signed, hash_of
+
+LONG_S = 400.0
+
+
+@pytest.fixture
+def run():
+    """A run of five tickets in one stage, whose averages take three seconds."""
+    made = Quiet(RoundRules(num_stages=1, batch=8, roots_every=(0,)))
+    for number in range(5):
+        made.add(f"p{number}", {0}, ticket=f"of {number}")
+    averages(made, 3.0)
+    made.run_until(40)
+    return made
+
+
+def averages(run, seconds):
+    """Have averages take so long, but for those of one member."""
+    average, begun = run.driver._average, {}
+
+    def slowly(process, member, cut):
+        since_s = begun.setdefault((cut.hash, member.me), run.now_s)
+        if len(cut.seats) == 1 or run.now_s > since_s + seconds:
+            average(process, member, cut)
+        else:
+            run.driver._started.setdefault(cut.hash, {}).setdefault(member.me, run.now_s)
+
+    run.driver._average = slowly
+
+
+def liar_of(run, stage=0):
+    """The seat that leads a stage."""
+    return run.cores[0].epoch.leader(stage)
+
+
+def entries_of(run, liar, stage=0):
+    """The newest entries, as somebody else has them."""
+    return next(c.members[stage].log.committed for c in run.cores if stage in c.members and c.membership.me != liar)
+
+
+def alone_in(run, liar):
+    """The rounds whose entries, as others have them, are of one member alone, while time passes."""
+    found = set()
+
+    def look():
+        newest = entries_of(run, liar)[-1:]
+        found.update(each.entry.cut.round for each in newest if len(each.entry.cut.seats) == 1)
+
+    run.run_until(LONG_S, look)
+    return found
+
+
+def cuts_alone_soon(leader, now_s, epoch, present):
+    """Members have had no time to average."""
+    return (leader._member.me, ()) if now_s > present.since_s + 0.5 else None
+
+
+def cuts_alone_with_a_made_up_accuser(leader, now_s, epoch, present):
+    """It can sign for another life of its peer, with any ticket."""
+    me, others = leader._member.me, [seat for seat in epoch.roster(0) if seat != leader._member.me]
+    nobody = Seat(me.peer, me.life + 1, "no such ticket")
+    said = Blamed(nobody, epoch.id, present.cut.hash, tuple(others))
+    return (me, (Signed(said, me.peer.encode()),)) if set(others) <= present.said.keys() else None
+
+
+@pytest.mark.parametrize("lie", [cuts_alone_soon, cuts_alone_with_a_made_up_accuser])
+def test_a_leader_that_cuts_itself_alone_gets_no_agreement(run, monkeypatch, lie):
+    liar, agreed, lies = liar_of(run), Leader._agreed, []
+
+    def lying(self, now_s, epoch, present):
+        if self._member.me != liar or len(present.cut.seats) == 1:
+            return agreed(self, now_s, epoch, present)
+        if (found := lie(self, now_s, epoch, present)) is not None:
+            lies.append(found)
+            self._cut(now_s, epoch, present.cut.base, [liar], present.cut.attempt + 1, found[1])
+        return None
+
+    monkeypatch.setattr(Leader, "_agreed", lying)
+    before = run.next_round()
+    assert alone_in(run, liar) == set()
+    assert lies
+    assert liar_of(run) != liar
+    assert run.next_round() > before + 10
+
+
+def test_a_leader_that_accuses_all_others_about_a_cut_of_itself_gets_no_agreement(run, monkeypatch):
+    liar, cut, lies = liar_of(run), Leader._cut, []
+
+    def lying(self, now_s, epoch, base, seats, attempt, blamed=(), left_out=()):
+        if self._member.me == liar:
+            others, before = [seat for seat in epoch.roster(0) if seat != liar], self.round.attempt
+            if before is not None:
+                said = Blamed(liar, epoch.id, before.cut.hash, tuple(others))
+                lies.append(blamed := (Signed(said, liar.peer.encode()),))
+            seats = [liar]
+        cut(self, now_s, epoch, base, seats, attempt, blamed, left_out)
+
+    tick = Leader.tick
+
+    def soon(self, now_s, epoch, has_lease):
+        present = self.round.attempt
+        if self._member.me == liar and present is not None and present.cut.attempt < 5:
+            self._cut(now_s, epoch, present.cut.base, [liar], present.cut.attempt + 1)
+        return tick(self, now_s, epoch, has_lease)
+
+    monkeypatch.setattr(Leader, "_cut", lying)
+    monkeypatch.setattr(Leader, "tick", soon)
+    before = run.next_round()
+    assert alone_in(run, liar) == set()
+    assert lies
+    assert liar_of(run) != liar
+    assert run.next_round() > before + 10
+
+
+@pytest.mark.parametrize("has_result", [True, False], ids=["another result for each", "nobody knows who"])
+@pytest.mark.parametrize("tickets", ["few", "many"])
+def test_rounds_go_on_without_one_with_whom_all_averages_fail(has_result, tickets):
+    run = Quiet(RoundRules(num_stages=1, batch=4, roots_every=(0,)))
+    for number in range(5):
+        run.add(f"p{number}", {0}, ticket=f"of {number}" if tickets == "many" else "all")
+    run.run_until(40)
+    average, bad = run.driver._average, run.processes["p4"].core.membership.me
+
+    def fails(process, member, cut):
+        if bad not in cut.seats or len(cut.seats) == 1:
+            average(process, member, cut)
+        elif has_result:
+            member.averaged(cut, hash_of(("update", cut.parts, member.me)))
+        else:
+            member.failed(cut, frozenset())
+
+    run.driver._average = fails
+    before = run.next_round()
+    run.run_until(240)
+    assert run.next_round() > before + 50
+    brought = [len(each.entry.cut.seats) for each in entries_of(run, bad)]
+    assert sum(brought) > 3 * len(brought), "most average without it, and nobody alone"
+
+
+def test_a_leader_that_has_work_given_up_loses_the_lead():
+    run = Quiet(RoundRules(num_stages=2, batch=60, roots_every=(0,)))
+    for number in range(3):
+        run.add(f"p{number}", {0}, ticket=f"of {number}")
+        run.add(f"q{number}", {1}, ticket=f"of {number}")
+    run.run_until(60)
+    liar, send = liar_of(run, 1), run.send
+
+    def lies(process, sent):
+        if process.peer == liar.peer:
+            sent = [(to, replace(each, body=lie_about(each.body))) for to, each in sent]
+        send(process, sent)
+
+    def lie_about(body):
+        is_lie = isinstance(body, Begin) and body.stage == 1
+        return replace(body, base=("made up", *body.base[1:])) if is_lie else body
+
+    run.send = lies
+    run.run_until(300)
+    assert liar_of(run, 1) != liar
+    before = run.next_round()
+    run.run_until(360)
+    assert run.next_round() > before + 4
+
+
+def test_what_stage_1_has_lost_keeps_no_round_open_for_ever():
+    batch = 40
+    run = Quiet(RoundRules(num_stages=2, batch=batch, roots_every=(0,)))
+    run.add("p", {0})
+    run.add("q", {1})
+    run.run_until(60)
+    number, losses = run.next_round() + 1, []
+
+    def loses():
+        member = run.processes["q"].core.members[1]
+        present = member.work.open.get(number)
+        if present is not None and sum(present.computed.callers.values()) > 0.8 * batch and number not in member.closes:
+            member.work.void_all(member.log.next_round)
+            losses.append(run.now_s)
+        return len(losses) == 3
+
+    run.run_until(300, loses)
+    assert len(losses) == 3
+    run.run_until(run.now_s + 120)
+    assert run.next_round() > number + 3
+
+
+def test_one_peer_can_lead_two_stages():
+    run = Quiet(RoundRules(num_stages=2, batch=4, roots_every=(0,), lag=1))
+    run.add("both", {0, 1})
+    run.run_until(8)
+    for number in range(2):
+        run.add(f"p{number}", {0})
+        run.add(f"q{number}", {1})
+    run.run_until(60)
+    assert {liar_of(run, stage).peer for stage in (0, 1)} == {"both"}
+    assert min(run.next_round(0), run.next_round(1)) > 10
