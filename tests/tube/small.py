@@ -19,7 +19,7 @@ from swarm_peer.codecs import parts
 from swarm_peer.runtime import mover
 from swarm_peer.runtime.data import launcher
 from swarm_peer.runtime.state import chunks, index, named_snapshots, state_server
-from swarm_peer.runtime.step import driver, giving
+from swarm_peer.runtime.step import giving, kept_updates
 
 SMALL_SHARE = 1 / 3
 # A stage has 900 to 5,000 values, and its largest tensor 8 KiB.
@@ -56,8 +56,8 @@ def pieces_of(seed: str) -> Iterator[None]:
             for module in (index, named_snapshots, chunks):
                 stack.enter_context(patch.object(module, "STATE_CHUNK_BYTES", STATE_BYTES))
             stack.enter_context(patch.object(launcher, "MAX_LAUNCHES", LAUNCHES))
-            stack.enter_context(patch.object(driver, "KEPT_UPDATES", UPDATES_KEPT))
-            stack.enter_context(patch.object(driver, "SMALL_BYTES", 0))
+            stack.enter_context(patch.object(kept_updates, "KEPT_UPDATES", UPDATES_KEPT))
+            stack.enter_context(patch.object(kept_updates, "SMALL_BYTES", 0))
             stack.enter_context(patch.object(state_server, "LEASE_S", LEASE_S))
         yield
 

@@ -20,20 +20,17 @@ from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.trouble import Complaint, Trouble
 from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.followed_log import FollowedLog
-from swarm_peer.protocol.log import KEPT_ENTRIES, Committed, Contribution, Cut, Name, base_of
+from swarm_peer.protocol.log import Committed, Contribution, Cut, Name, base_of
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, CutResults, SeatWeights, Sources, Workplace
+from swarm_peer.runtime.step.kept_updates import kept_updates
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 
 log = logging.getLogger(__name__)
 
-# Updates that are kept for stage-mates that have missed them.
-KEPT_UPDATES, MOST_KEPT_UPDATES = 4, KEPT_ENTRIES
-# Of small updates, as many more as fit: rounds may be quicker than the download of a state.
-SMALL_BYTES = 2**26
 KEPT_LEDGERS = 4
 # Pause after nobody gave what this seat lacks.
 RETRY_PAUSE_S = 1.0
@@ -273,7 +270,8 @@ class RoundDriver:
         if self._is_other(member, restart):
             return
         self._weights = restart, entry.hash
-        self._drop_old_updates(member)
+        heads = [head for _, head in sorted(member.log.heads().items())]
+        self.updates = kept_updates(self.updates, heads, entry.hash)
         if entry.cut.averages:
             self.gradients.forget(entry.cut.round + 1)
         self._ended(committed)
@@ -294,15 +292,6 @@ class RoundDriver:
             self._ledgers[member.state] = member.ledger.copy()
             while len(self._ledgers) > KEPT_LEDGERS:
                 del self._ledgers[next(iter(self._ledgers))]
-
-    def _drop_old_updates(self, member: Member) -> None:
-        heads = [head for _, head in sorted(member.log.heads().items())]
-        # None, if another log has taken the place of this one meanwhile: then a state is taken over.
-        applied = heads[: heads.index(self._weights[1]) + 1] if self._weights[1] in heads else []
-        most_bytes = max((sum(each.nbytes for each in averages) for averages in self.updates.values()), default=0)
-        num_kept = min(max(KEPT_UPDATES, SMALL_BYTES // max(most_bytes, 1)), MOST_KEPT_UPDATES)
-        kept = {*applied[-num_kept:], *set(member.log.heads().values()) - set(applied)}
-        self.updates = {entry: averages for entry, averages in self.updates.items() if entry in kept}
 
     async def _catch_up(self) -> None:
         """Take over the updates that stage-mates have made, or a state."""
