@@ -124,7 +124,7 @@ class Member:
         """The round for which the root of the present state is asked."""
         present = self.work.open.get(self.log.next_round)
         is_told = present is None or present.root is not None or not self._is_rooted(present)
-        return None if is_told or self.is_behind or not present or not present.is_drained else present
+        return None if is_told or self.state != self.log.head or not present or not present.is_drained else present
 
     @property
     def adopting(self) -> Cut | None:

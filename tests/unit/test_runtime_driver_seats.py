@@ -1,0 +1,66 @@
+"""A driver of a real seat whose leader changes, or whose stage-mates go on without it."""
+
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import anyio
+from contexts import MovedClock
+from test_attacks import FIRST, RULES, A, B, D, Stage, X, epoch_of, signs_as
+from test_runtime_driver import At, Nobody, Shop
+
+from swarm_peer.protocol.epochs import BEGINNING
+from swarm_peer.protocol.log import Close, Done, Log
+from swarm_peer.protocol.member import Member
+from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.step.driver import RoundDriver
+
+SEATS = A, B, D, X
+OTHERS = A, D, X
+
+
+def stage_of_four():
+    return Stage(epoch_of(1, *SEATS), A)
+
+
+def close_of(stage, number, head):
+    return Close(number, (signs_as(A)(Done(A, stage.epoch.id, number, 0, RULES.batch, (head,))),))
+
+
+def driver_of(stage, member, *, shop=None, sources=None, average=None):
+    core = SimpleNamespace(members={0: member}, epoch=stage.epoch, word_at=lambda epoch: "")
+    return RoundDriver(
+        agreement=SimpleNamespace(core=core, changed=Condition(), look=lambda: None),
+        stage=0,
+        workplace=shop or Shop(),
+        averager=At(average),
+        sources=sources or Nobody(),
+        clock=MovedClock(),
+    )
+
+
+@asynccontextmanager
+async def running(driver):
+    """Yields a function that has the driver look, and waits until it has nothing to do."""
+
+    async def settle():
+        driver._changed.notify()
+        await anyio.wait_all_tasks_blocked()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(driver.run)
+        await settle()
+        yield settle
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_seat_that_lacks_the_state_tells_no_root_while_it_knows_no_leader():
+    """Its leader is gone, and so nothing says that it is behind; the round is over all the same."""
+    stage = stage_of_four()
+    first = stage.entry(0, FIRST, stage.epoch, OTHERS, OTHERS)
+    context = replace(stage.context(B), is_rooted=lambda step: True)
+    log = Log(0, BEGINNING, (first,))
+    member = Member(me=B, stage=0, restart=BEGINNING, context=context, log=log)
+    assert member.take_close(close_of(stage, 1, first.entry.hash))
+    async with running(driver_of(stage, member)):
+        assert (member.work.open[1].is_drained, member.work.open[1].root) == (True, None)
