@@ -468,7 +468,7 @@ class Lagging:
 
     def __init__(self):
         entry = SimpleNamespace(cut=SimpleNamespace(averages=True), hash="new")
-        log = SimpleNamespace(restart=BEGINNING, next_round=5, heads=lambda: {4: "old", 5: "new"})
+        log = SimpleNamespace(restart=BEGINNING, next_round=5, head="new", heads=lambda: {4: "old", 5: "new"})
         log.after = lambda head: [SimpleNamespace(entry=entry)] if head == "old" else []
         self.state, self.is_behind, self.log, self.ledger = "old", True, log, None
         self.members, self.epoch, self.resigned = {1: self}, SimpleNamespace(roster=lambda stage: "ab"), []
@@ -612,20 +612,44 @@ def test_a_seat_tells_what_it_brought_to_an_entry_that_its_stage_mates_have_anot
 
 
 @pytest.mark.parametrize(
-    ("is_behind", "is_lost", "weights", "is_kept"),
+    ("state", "is_lost", "weights", "is_kept"),
     [
-        (False, False, "new", True),
-        (True, False, "new", False),
-        (False, True, "new", False),
-        (False, False, "old", False),
+        ("new", False, "new", True),
+        ("old", False, "old", False),
+        ("new", True, "new", False),
+        ("new", False, "old", False),
     ],
 )
-def test_a_seat_that_is_put_out_comes_back_with_the_newest_weights(is_behind, is_lost, weights, is_kept):
-    core = Lagging()
-    driver, core.is_lost = driver_of(core, Nobody(), MovedClock(now=100.0)), is_lost
-    core.state, core.is_behind, driver._weights = "new", is_behind, (BEGINNING, weights)
+def test_a_seat_that_is_put_out_comes_back_with_the_newest_weights(state, is_lost, weights, is_kept):
+    """Whether it knows a leader, without which it is not behind, or not."""
+    core, kept = Lagging(), []
+    sources = SimpleNamespace(keep_weights=lambda: kept.append(weights))
+    driver, core.is_lost = driver_of(core, sources, MovedClock(now=100.0)), is_lost
+    core.state, core.is_behind, driver._weights = state, False, (BEGINNING, weights)
     driver.keep_weights(core)
     assert core.prepared == ([(1, core.log, "new", (), None)] if is_kept else [])
+    assert kept == (["new"] if is_kept else [])
+
+
+def test_a_seat_that_is_put_out_while_it_asks_for_an_update_takes_no_state():
+    """It may have taken one for its next place meanwhile."""
+
+    class Slow(Nobody):
+        async def update(self, committed):
+            core.members = {1: Lagging()}
+            return await super().update(committed)
+
+        async def state(self):
+            raise AssertionError("its place is gone")
+
+    async def run():
+        driver = driver_of(core, Slow(), MovedClock(now=100.0))
+        driver._weights = (BEGINNING, "old")
+        await driver._try(driver._catch_up)
+        assert driver.complaint() is None
+
+    core = Lagging()
+    anyio.run(run)
 
 
 def test_a_seat_that_has_caught_up_since_has_its_time_for_the_next_state_that_it_lacks():

@@ -212,8 +212,9 @@ async def test_a_state_of_an_entry_that_is_not_in_the_log_is_refused(resolved, m
         assert "no entry" in await fails(CallError, newcomer.sources.state)
 
 
-async def test_weights_that_others_take_meanwhile_stay(resolved):
-    """A newcomer that gets its place while it takes a state over begins with other weights."""
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_weights_that_others_take_or_keep_meanwhile_stay(resolved, is_kept):
+    """A newcomer that gets its place while it takes a state over begins with other weights, or with those it has."""
     async with donor_and_newcomer(resolved) as (donor, newcomer), anyio.create_task_group() as tasks:
 
         async def take():
@@ -221,7 +222,10 @@ async def test_weights_that_others_take_meanwhile_stay(resolved):
 
         tasks.start_soon(take)
         await newcomer.asked.wait_for(lambda: newcomer.num_asked > 1)
-        await newcomer.sources.begin(BEGINNING)
+        if is_kept:
+            newcomer.sources.keep_weights()
+        else:
+            await newcomer.sources.begin(BEGINNING)
         initial = newcomer.weights()
         append(newcomer.log, root=root_of(donor.weights(), b""))
         newcomer.context.changed.notify()

@@ -110,7 +110,7 @@ class StageSources:
         self._mates = mates
         self._num_slices = num_slices
         self._snapshots = snapshots
-        # Grows with each call that is to change the weights: a download that an earlier one has begun must not.
+        # Grows with each call that is to change the weights, or to keep them: downloads of before must not change them.
         self._turn = 0
         self._rng = context.random.stream("states")
 
@@ -222,6 +222,10 @@ class StageSources:
     @staticmethod
     def _after(known: Log, entry: str) -> Committed | None:
         return next((each for each in known.committed if each.entry.cut.parent == entry), None)
+
+    def keep_weights(self) -> None:
+        """Have the weights stay as they are: calls that are under way change them no more."""
+        self._begin_turn()
 
     def _begin_turn(self) -> int:
         self._turn += 1

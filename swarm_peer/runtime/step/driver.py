@@ -194,8 +194,9 @@ class RoundDriver:
         Nobody else may have them: its stage-mates may have left meanwhile, or still be behind. Those of a seat that has
         given its place up, since entries of its stage are gone, are of no use.
         """
-        is_newest = not former.is_behind and not former.is_lost
+        is_newest = former.state == former.log.head and not former.is_lost
         if is_newest and self._weights == (former.log.restart, former.state):
+            self._sources.keep_weights()
             self._agreement.core.prepare(self._stage, former.log, former.state, (), former.ledger)
 
     async def _leave_place(self) -> None:
@@ -311,6 +312,8 @@ class RoundDriver:
                 self._note_ledger(member)
         except CallError as error:
             log.info("update_not_given stage=%d reason=%s", self._stage, error)
+        if self._is_other(member, restart):  # the weights may be those that this peer comes back with
+            return
         if member.is_behind or self._weights[1] not in member.log.heads().values():
             # The entry that names the state's root is that of a round which others have yet to fill without this seat.
             self._workplace.fall_behind()

@@ -160,6 +160,9 @@ class Sources(Protocol):
             CallError: nobody gives one
         """
 
+    def keep_weights(self) -> None:
+        """Have the weights stay as they are: calls that are under way change them no more."""
+
     async def begin(self, restart: Restart) -> Ledger | None:
         """Have the weights become those that the run begins with, or begins anew. Returns the ledger, at stage 0.
 
