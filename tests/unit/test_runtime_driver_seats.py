@@ -5,6 +5,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import anyio
+import torch
+from anyio.lowlevel import checkpoint_if_cancelled
 from contexts import MovedClock
 from test_attacks import FIRST, RULES, A, B, D, Stage, X, epoch_of, signs_as
 from test_runtime_driver import At, Nobody, Shop
@@ -64,3 +66,29 @@ async def test_a_seat_that_lacks_the_state_tells_no_root_while_it_knows_no_leade
     assert member.take_close(close_of(stage, 1, first.entry.hash))
     async with running(driver_of(stage, member)):
         assert (member.work.open[1].is_drained, member.work.open[1].root) == (True, None)
+
+
+async def test_a_seat_that_has_no_time_left_to_leave_holds_what_its_device_has_just_given():
+    """Its round may end before others know that it leaves: zeros would count there with the weight of its work."""
+
+    class Busy(Shop):
+        """Its thread ends what it has begun. Whoever waits for that hears only then that its time is over."""
+
+        async def contribution(self, number):
+            with anyio.CancelScope(shield=True):
+                found = await super().contribution(number)
+            grace.cancel()
+            await checkpoint_if_cancelled()
+            return found
+
+    stage, shop, grace = stage_of_four(), Busy(), anyio.CancelScope()
+    member = stage.member(B)
+    member.work.open[0].is_drained = False
+    shop.sums, shop.count = torch.tensor([1.0, 2.0, 3.0]), 1
+    driver = driver_of(stage, member, shop=shop)
+    with grace:
+        await driver.leave()
+        await anyio.lowlevel.checkpoint()
+    assert grace.cancelled_caught
+    means, weight = driver.gradients.get(member.work.own(0).name)
+    assert (means[0].tolist(), weight) == ([1.0, 2.0, 3.0], 1)

@@ -406,10 +406,12 @@ class RoundDriver:
         own = member.work.own(number)
         if own is None or own.name in self.gradients.names:
             return
-        means, _ = await self._workplace.contribution(number)
-        if own.name.round == number:
-            # By the weight that cuts know: others may bring it together with their own.
-            self.gradients.put(own.name, means, own.weight)
+        # Also for a seat that has no time left to leave: what is taken out of the accumulator is nowhere else.
+        with anyio.CancelScope(shield=True):
+            means, _ = await self._workplace.contribution(number)
+            if own.name.round == number:
+                # By the weight that cuts know: others may bring it together with their own.
+                self.gradients.put(own.name, means, own.weight)
 
     async def leave(self) -> list[Contribution]:
         """Let nothing in any more. Returns what stage-mates may bring in this seat's place; it is held here."""
