@@ -11,10 +11,12 @@ from contexts import MovedClock
 from test_attacks import FIRST, RULES, A, B, D, Stage, X, epoch_of, signs_as
 from test_runtime_driver import At, Nobody, Shop
 
+from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import BEGINNING
-from swarm_peer.protocol.log import Close, Done, Log
+from swarm_peer.protocol.log import Close, Done, Log, Name
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.condition import Condition
+from swarm_peer.runtime.state.states import Taken
 from swarm_peer.runtime.step.driver import RoundDriver
 
 SEATS = A, B, D, X
@@ -92,3 +94,26 @@ async def test_a_seat_that_has_no_time_left_to_leave_holds_what_its_device_has_j
     assert grace.cancelled_caught
     means, weight = driver.gradients.get(member.work.own(0).name)
     assert (means[0].tolist(), weight) == ([1.0, 2.0, 3.0], 1)
+
+
+async def test_a_seat_that_takes_a_state_holds_nothing_of_the_rounds_before():
+    """It may be left out of rounds, and take a state, again and again."""
+
+    class Mates(Nobody):
+        """They keep no updates."""
+
+        async def state(self):
+            return Taken(member.log.head, {}, member.log.head, Ledger(100))
+
+    stage = stage_of_four()
+    member = stage.member(B)
+    driver = driver_of(stage, member, sources=Mates())
+    over, present, later = (Name(seat, number) for seat, number in ((B, 0), (D, 3), (A, 4)))
+    async with running(driver) as settle:
+        for name in (over, present, later):
+            driver.gradients.put(name, [torch.zeros(3)], 1)
+        for number in range(3):
+            assert member.take_commit(stage.entry(number, member.log.head, stage.epoch, OTHERS, OTHERS))
+        await settle()
+        assert (member.state, driver._weights[1]) == (member.log.head,) * 2
+        assert driver.gradients.names == {present, later}

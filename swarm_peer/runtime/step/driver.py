@@ -327,6 +327,7 @@ class RoundDriver:
             member.work.void_all(member.log.next_round)
             self._weights = restart, taken.weights
             self.updates = dict(taken.updates)
+            self.gradients.forget(member.log.next_round)
             member.reached(taken.state, taken.ledger)
             if taken.state == before:
                 lack = NotServing("its stage-mates lack the same updates")
