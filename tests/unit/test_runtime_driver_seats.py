@@ -13,7 +13,7 @@ from test_runtime_driver import At, Nobody, Shop
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import BEGINNING
-from swarm_peer.protocol.log import Close, Done, Log, Name
+from swarm_peer.protocol.log import Close, Committed, Done, Entry, Log, Name
 from swarm_peer.protocol.member import Member
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.state.states import Taken
@@ -117,3 +117,64 @@ async def test_a_seat_that_takes_a_state_holds_nothing_of_the_rounds_before():
         await settle()
         assert (member.state, driver._weights[1]) == (member.log.head,) * 2
         assert driver.gradients.names == {present, later}
+
+
+class Delayed:
+    """Seat B of four, whose updates are delayed: its round 0 is over, and it waits for the cut."""
+
+    def __init__(self, *, average, shop=None):
+        self.stage = stage_of_four()
+        context = replace(self.stage.context(B), lag=1, is_rooted=lambda step: step == 1)
+        self.member = Member(me=B, stage=0, restart=BEGINNING, context=context, state=FIRST, ledger=Ledger(100))
+        self.member.reign = self.stage.epoch.id
+        assert self.member.take_close(self.stage.close)
+        self.shop = shop or Shop()
+        self._compute(0)
+        self.driver = driver_of(self.stage, self.member, shop=self.shop, average=average)
+
+    def _compute(self, number):
+        made = self.member.work.round(number).computed
+        made.weight, made.base, self.shop.count = 1, (FIRST,), 1
+
+    def take_cut(self, attempt, *seats):
+        parts = tuple(self.member.part_of(0) if seat == B else Stage.part(seat) for seat in seats)
+        cut = replace(self.stage.entry(0, FIRST, self.stage.epoch, seats, ()).entry.cut, attempt=attempt, parts=parts)
+        self.member.take_cut(cut)
+
+    def commit(self):
+        """What this seat has averaged becomes an entry."""
+        answer = self.member.work.open[0].answer
+        digest = answer.said.body.digest
+        agreement = tuple(self.stage.have(seat, answer.cut, digest) for seat in OTHERS)
+        assert self.member.take_commit(Committed(Entry(answer.cut, digest), agreement, self.stage.close))
+
+    def end_next_round(self):
+        assert self.member.working.number == 1
+        self._compute(1)
+        assert self.member.take_close(close_of(self.stage, 1, FIRST))
+
+
+async def test_a_seat_that_knows_no_leader_applies_the_update_that_it_has_and_tells_its_root_once():
+    async def average(cut, means, weight):
+        return means
+
+    class Rooting(Shop):
+        num_roots = 0
+
+        async def root(self, standing):
+            self.num_roots += 1
+            assert self.num_roots == 1
+            return await super().root(standing)
+
+    seat = Delayed(average=average, shop=Rooting())
+    async with running(seat.driver) as settle:
+        seat.take_cut(0, *SEATS)
+        await settle()
+        seat.commit()
+        await settle()
+        assert seat.driver._weights[1] == FIRST, "the round that goes on began with these"
+        seat.end_next_round()
+        seat.member.reign = None
+        await settle()
+        assert seat.driver._weights[1] == seat.member.log.head
+        assert seat.member.work.open[1].root

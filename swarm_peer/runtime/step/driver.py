@@ -152,7 +152,7 @@ class RoundDriver:
         if member.is_behind:
             return self._catch_up
         # Before the leader has told the log, it may be further than the state that was taken over.
-        if member.reign is not None and self._due(member) is not None:
+        if member.state == member.log.head and self._due(member) is not None:
             return self._apply
         if member.voiding is not None:
             return self._void
