@@ -25,6 +25,7 @@ from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.state.states import Taken
 from swarm_peer.runtime.step import driver as driver_module
 from swarm_peer.runtime.step import giving
+from swarm_peer.runtime.step.cut_results import Averaging
 from swarm_peer.runtime.step.driver import RoundDriver
 from swarm_peer.runtime.step.driver_parts import AverageFailed
 from swarm_peer.runtime.step.giving import Giving
@@ -739,7 +740,7 @@ def test_a_cut_that_is_given_up_while_its_values_are_added_is_not_averaged(is_gi
 
     async def run():
         cut = SimpleNamespace(hash="cut", round=4, averages=True, parts=[SimpleNamespace(seat="me", brings=())])
-        driver._averaging = driver_module._Averaging(cut, anyio.CancelScope())
+        driver._averaging = Averaging(cut, anyio.CancelScope())
         await driver._average_cut(driver._averaging)
         assert averaged == ([] if is_given_up else [cut])
 
@@ -754,7 +755,7 @@ def test_of_a_round_that_is_cut_again_and_again_only_the_newest_results_are_kept
         for attempt in range(5):
             part = SimpleNamespace(seat="me", brings=())
             cut = SimpleNamespace(hash=f"cut {attempt}", round=4, attempt=attempt, averages=False, parts=[part])
-            await driver._average_cut(driver_module._Averaging(cut, anyio.CancelScope()))
+            await driver._average_cut(Averaging(cut, anyio.CancelScope()))
         assert len(told) == 5
         assert list(driver._results._held) == ["cut 3", "cut 4"]
 

@@ -178,3 +178,36 @@ async def test_a_seat_that_knows_no_leader_applies_the_update_that_it_has_and_te
         await settle()
         assert seat.driver._weights[1] == seat.member.log.head
         assert seat.member.work.open[1].root
+
+
+async def test_an_average_that_is_tried_again_does_not_wait_while_the_next_round_is_drained():
+    """A slow microbatch of that round may be inside for a minute. Mates would take this seat for silent by then."""
+    begun, stopped, drained = [], [], anyio.Event()
+
+    async def average(cut, means, weight):
+        begun.append(cut.attempt)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            stopped.append(cut.attempt)
+
+    class Slow(Shop):
+        async def drain(self, number):
+            if number == 1:
+                await drained.wait()
+
+    seat = Delayed(average=average, shop=Slow())
+    async with running(seat.driver) as settle:
+        seat.take_cut(0, *SEATS)
+        await settle()
+        seat.end_next_round()
+        await settle()
+        assert (begun, stopped) == ([0], [])
+        seat.take_cut(1, A, B, D)
+        await settle()
+        assert (begun, stopped) == ([0, 1], [0])
+        assert not seat.member.work.open[1].is_drained
+        drained.set()
+        await settle()
+        assert seat.member.work.open[1].is_drained
+        assert (begun, stopped) == ([0, 1], [0])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 import anyio
 from anyio.abc import TaskGroup
@@ -25,7 +24,8 @@ from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import Clock
 from swarm_peer.runtime.network.agreement import Agreement
-from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, CutResults, SeatWeights, Sources, Workplace
+from swarm_peer.runtime.step.cut_results import Averaging, CutResults
+from swarm_peer.runtime.step.driver_parts import AverageFailed, Averager, SeatWeights, Sources, Workplace
 from swarm_peer.runtime.step.kept_updates import kept_updates
 from swarm_peer.runtime.step.named_gradients import NamedGradients
 
@@ -37,14 +37,6 @@ RETRY_PAUSE_S = 1.0
 # A seat gives its place up if nobody has given it the state that it lacks for so long: all that had it may be gone, and
 # the stage has to be empty for the run to go back.
 PATIENCE_S = 180.0
-
-
-@dataclass
-class _Averaging:
-    """An average that is being made."""
-
-    cut: Cut
-    scope: anyio.CancelScope
 
 
 class RoundDriver:
@@ -85,7 +77,7 @@ class RoundDriver:
         self._ended = ended
         self._lost = lost
         self._tasks: TaskGroup | None = None
-        self._averaging: _Averaging | None = None
+        self._averaging: Averaging | None = None
         self._results = CutResults()
         # The entry that the weights embody, and the restart that it is of. Where updates are delayed, a round goes on
         # with the weights that it began with, while the core has come further.
@@ -162,7 +154,7 @@ class RoundDriver:
             return self._tell_root
         if member.adopting is not None:
             return self._adopt
-        if self._cut_to_average() != (self._averaging.cut if self._averaging is not None else None):
+        if self._cut_to_average() != self._averaged_cut():
             return self._average
         return self._open if self._opened != self._to_open(member) else None
 
@@ -387,7 +379,10 @@ class RoundDriver:
 
     async def _empty(self, member: Member, present: OpenRound) -> None:
         """Wait until nothing of a round is inside, and give up what was computed in it, if that is void by then."""
-        await self._workplace.drain(present.number)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._average_meanwhile)
+            await self._workplace.drain(present.number)
+            tasks.cancel_scope.cancel()
         if present.is_void:
             await self._workplace.discard()
             member.voided(present.number)
@@ -458,16 +453,25 @@ class RoundDriver:
         member = self.member
         return member.averaging if member is not None else None
 
+    def _averaged_cut(self) -> Cut | None:
+        return self._averaging.cut if self._averaging is not None else None
+
+    async def _average_meanwhile(self) -> None:
+        """Have mates that try the average of a round again not wait while the next round is drained here."""
+        while True:
+            await self._changed.wait_for(lambda: self._cut_to_average() not in (None, self._averaged_cut()))
+            await self._average()
+
     async def _average(self) -> None:
         """Begin to average the newest cut, and stop with any other."""
         if self._averaging is not None:
             self._averaging.scope.cancel()
             self._averaging = None
         if (cut := self._cut_to_average()) is not None and self._tasks is not None:
-            self._averaging = _Averaging(cut, anyio.CancelScope())
+            self._averaging = Averaging(cut, anyio.CancelScope())
             self._tasks.start_soon(self._average_cut, self._averaging)
 
-    async def _average_cut(self, averaging: _Averaging) -> None:
+    async def _average_cut(self, averaging: Averaging) -> None:
         member, cut = self.member, averaging.cut
         if member is None:
             return
