@@ -192,8 +192,10 @@ class Leader:
 
     def named_epochs(self) -> set[EpochId]:
         """The epochs of all that this seat may have to show as a leader."""
-        own = Close(0, self.batch.counts), self.entries(self._member.log.next_round)
-        told: tuple[Rounds, ...] = (*own, *self._statuses.values())
+        present = self.round.attempt
+        own: list[Rounds] = [Close(0, self.batch.counts), self.entries(self._member.log.next_round)]
+        own += [Cutting(present.cut, present.shown)] if present is not None else []
+        told = (*own, *self._statuses.values(), *self.round.ready.values(), *self._early.values())
         return self.others.named_epochs().union(*(epochs_in(body) for body in told))
 
     @property
