@@ -51,3 +51,8 @@ class Codec(ABC):
 def is_finite(tensor: Tensor) -> bool:
     """Whether all numbers are finite: several times as fast as to ask for each of them."""
     return not tensor.numel() or all(math.isfinite(bound) for bound in torch.aminmax(tensor))
+
+
+def is_within(tensor: Tensor, largest: float) -> bool:
+    """Whether all numbers are finite, and none is larger than `largest`, or smaller than its negative."""
+    return not tensor.numel() or all(abs(float(bound)) <= largest for bound in torch.aminmax(tensor))

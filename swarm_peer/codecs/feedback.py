@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarm_peer.codecs.parts import LARGEST_BROUGHT
+
 # Tries of which none is in an entry yet: as many as the driver keeps results of.
 KEPT_TRIES = 2
 
@@ -35,10 +37,14 @@ class Try:
     after: Tensor
 
     def bring(self, values: Tensor, weight: int) -> None:
-        """Make of flat means what the seat brings: their sum over all targets, and what is left over."""
+        """Make of flat means what the seat brings: their sum over all targets, and what is left over.
+
+        A leftover may be too large for others to take: part of it comes from what they have brought themselves.
+        """
         values.mul_(weight)
         if self.before is not None:
             values.add_(self.before)
+        values.clamp_(-LARGEST_BROUGHT, LARGEST_BROUGHT)
 
     def keep(self) -> None:
         """Leave what is left over as it is: the members of the cut bring nothing at all."""

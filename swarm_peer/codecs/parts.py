@@ -23,6 +23,14 @@ MAX_PART_VALUES = 2**19
 # Values that a member sends to all others at a time. In a large stage the parts are smaller: each waits for one to
 # every other member, and those for one member must not come further apart than averaging.chunk_timeout_s.
 MAX_VALUES_AT_ONCE = 2**22
+# No sum of all members' values is larger, since each part is checked for that. It leaves room in fp32 for what codecs
+# multiply and add before they encode.
+LARGEST_SUM = 2.0**110
+# Means that are larger count as not finite at the member that has them, so that its parts pass that check for all
+# weights of up to 2^45 together.
+LARGEST_MEAN = 2.0**64
+# With feedback, a member brings sums and leftovers, and none that is larger: it passes the check among 2^13 members.
+LARGEST_BROUGHT = 2.0**96
 # Large parts are whole multiples of this, which is one of all blocks that codecs work on.
 PART_MULTIPLE = 4096
 

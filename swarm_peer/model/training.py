@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from swarm_peer.codecs import find_codec
+from swarm_peer.codecs.base import is_within
 from swarm_peer.codecs.floats import FP16_SCALE
+from swarm_peer.codecs.parts import LARGEST_MEAN
 from swarm_peer.errors import RoundClosed
 from swarm_peer.model.adapters import add_adapters, clear_adapters, initialise_adapters
 from swarm_peer.model.checks import check_float, check_state, check_tokens
@@ -271,7 +273,12 @@ class StageTrainer:
             torch.zeros(p.shape) if p.grad is None else p.grad.to("cpu", torch.float32, copy=True)
             for p in self.trained.values()
         ]
-        return [total.div_(self.weight / self._full_weight * self.loss_scale) for total in sums]
+        return [total.div_(self._sum_of_mean) for total in sums]
+
+    @property
+    def _sum_of_mean(self) -> float:
+        """The accumulator holds the mean gradient times this."""
+        return self.weight / self._full_weight * self.loss_scale
 
     @property
     def weight(self) -> int:
@@ -348,8 +355,13 @@ class StageTrainer:
         self.weights_version += 1
 
     def discard_if_not_finite(self) -> int:
-        """Empty the accumulator if a gradient in it is not finite. Returns the samples whose work is lost."""
-        is_finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in self.trained.values())
+        """Empty the accumulator if its mean is not finite, or too large to be averaged.
+
+        Returns:
+            the samples whose work is lost
+        """
+        largest = LARGEST_MEAN * self._sum_of_mean
+        is_finite = all(p.grad is None or is_within(p.grad, largest) for p in self.trained.values())
         return 0 if is_finite else self.discard_gradients()
 
     def discard_gradients(self) -> int:

@@ -19,6 +19,7 @@ from test_model_training import make_manifest
 from test_runtime_averaging import HASH, Members, gradients_of
 
 from swarm_peer.codecs import DENSE, NEED_FEEDBACK, PLAIN, find_codec, parts
+from swarm_peer.codecs.base import is_within
 from swarm_peer.codecs.feedback import KEPT_TRIES, ErrorFeedback, flat
 from swarm_peer.codecs.parts import averaged, shares_of
 from swarm_peer.codecs.sparse import CHUNK_SIZE, KEPT, TOPK_2BIT
@@ -271,6 +272,15 @@ def test_a_newcomer_has_nothing_left_over_and_entries_from_before_take_nothing()
     values = torch.ones(3)
     begun.bring(values, 2)
     assert values.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("codec", [*sorted(NEED_FEEDBACK), DENSE])
+def test_a_leftover_that_has_become_too_large_is_brought_as_far_as_others_take_it(codec):
+    values = torch.ones(3)
+    tried(settled(-1e36), "next", 1, 0.0).bring(values, 2)
+    assert values.tolist() == [-parts.LARGEST_BROUGHT] * 3
+    received = find_codec(codec).decode(find_codec(codec).encode(values), 3)
+    assert is_within(received, parts.LARGEST_SUM / 1000)
 
 
 def test_a_try_that_may_be_in_an_entry_counts_for_the_norm():

@@ -327,6 +327,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step(value):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize(("value", "is_lost"), [(float("nan"), True), (-3e38, True), (1e19, False)])
+def test_what_is_accumulated_is_lost_if_it_could_not_be_added_to_that_of_others(value, is_lost):
+    (trainer,) = make_trainers(make_manifest(num_stages=1))
+    go_backward([trainer], go_forward([trainer], tokens(0)))
+    next(iter(trainer.trained.values())).grad.view(-1)[5] = value
+    assert trainer.discard_if_not_finite() == (3 if is_lost else 0)
+    assert trainer.num_samples == (0 if is_lost else 3)
+
+
 @pytest.mark.parametrize("value", [1e19, 1e35])
 def test_a_gradient_whose_squares_are_beyond_fp32_is_clipped_like_any_other(value):
     results, weights = [], []

@@ -906,6 +906,7 @@ def test_what_its_author_has_not_given_is_refused():
             await give(given_by(giver), NotServing, "from stage-mate to stage-mate", by="a stranger")
             await give(given_by(giver, digest="d" * 32), InvalidMessage, "has not signed")
             await give(given_by(giver, values=(float("nan"), 0.0, 0.0)), InvalidMessage, "not finite")
+            await give(given_by(giver, values=(0.0, -3e38, 0.0)), InvalidMessage, "too large")
             await give(given_by(giver, values=(0.0, 0.0)), InvalidMessage, "a contribution of 8 bytes")
             await give(given_by(giver), InvalidMessage, "are no chunk", cut=4)
             await give(given_by(giver), InvalidMessage, "are no chunk", offset=4)

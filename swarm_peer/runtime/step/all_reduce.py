@@ -21,8 +21,8 @@ import torch
 from anyio.abc import TaskGroup
 
 from swarm_peer.codecs import find_codec
-from swarm_peer.codecs.base import Codec
-from swarm_peer.codecs.parts import decode_part, encode_part, mean_of_parts, shares_of
+from swarm_peer.codecs.base import Codec, is_within
+from swarm_peer.codecs.parts import LARGEST_SUM, decode_part, encode_part, mean_of_parts, shares_of
 from swarm_peer.errors import CallError, InvalidMessage, NotServing
 from swarm_peer.runtime.condition import Condition
 from swarm_peer.runtime.context import Threads
@@ -54,6 +54,11 @@ class Brought:
     codec: str
     leftover: torch.Tensor | None = None
 
+    @property
+    def largest(self) -> float:
+        """The largest value that a member may bring: their sum is finite then, and so is all that codecs make of it."""
+        return LARGEST_SUM / sum(self.weights.values())
+
 
 class AveragingRound(ABC):
     """An averaging round, however it averages: it fails once, and takes each part once.
@@ -80,6 +85,7 @@ class AveragingRound(ABC):
         """
         self._group, self._me = group, me
         self._weights = dict(sorted(brought.weights.items()))
+        self._largest = brought.largest
         self._codec = find_codec(brought.codec)
         self._timeout_s = timeout_s
         self._threads = threads
@@ -191,7 +197,8 @@ class AllReduce(AveragingRound):
         """
         self._claim(sender, part, tensors, self._parts)
         try:
-            values = await self._threads.run(decode_values, tensors[0], self._lengths[part], self._codec)
+            length = self._lengths[part]
+            values = await self._threads.run(decode_values, tensors[0], length, self._codec, self._largest)
         except InvalidMessage as error:
             self.fail(f"{sender}: {error}", sender)
             raise
@@ -228,11 +235,7 @@ class AllReduce(AveragingRound):
     async def _average(self, number: int) -> None:
         arrived = self._arrived[number]
         seed = rounding_seed(self._group, self._me, number)
-        try:
-            average = await self._threads.run(self._mean, number, arrived, seed)
-        except OverflowError as error:  # each number was finite, and their sum is not
-            self.fail(f"the average of part {number} cannot be sent: {error}")
-            return
+        average = await self._threads.run(self._mean, number, arrived, seed)
         self._averages[number] = average, len(self._parts)
         arrived.clear()
         self._has_average()
@@ -286,9 +289,6 @@ class AllReduce(AveragingRound):
         except CallError as error:
             await self._fail_for(member, error)
             return
-        except OverflowError as error:
-            self.fail(f"part {number} for {member} cannot be sent: {error}")
-            return
         is_back.set()
         self._has_average()
 
@@ -307,14 +307,20 @@ def _by_member(members: Collection[str], values: torch.Tensor) -> dict[str, tupl
     return dict(zip(members, shares_of(values, len(members)), strict=True))
 
 
-def decode_values(data: memoryview, length: int, codec: Codec) -> torch.Tensor:
+def decode_values(data: memoryview, length: int, codec: Codec, largest: float | None = None) -> torch.Tensor:
     """Decode a part or an average to what its receiver computes with; in a worker thread.
+
+    Args:
+        largest: value that may be in it; None for any finite one
 
     Raises:
         InvalidMessage: the data do not fit
     """
     values = decode(data, (length,), codec.name)
-    return values if codec.scale == 1.0 else values / codec.scale
+    values = values if codec.scale == 1.0 else values / codec.scale
+    if largest is not None and not is_within(values, largest):
+        raise InvalidMessage(f"a part with values beyond {largest:.1e}, whose sum with others' may not be finite")
+    return values
 
 
 def _decode_into(data: memoryview, values: torch.Tensor, codec: Codec) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from swarm_peer.codecs.base import is_within
+from swarm_peer.codecs.parts import LARGEST_MEAN
 from swarm_peer.errors import Busy, CallError, InvalidMessage, NotServing
 from swarm_peer.protocol.log import MAX_GUESTS, Contribution, HandedOver, Name
 from swarm_peer.protocol.statements import Signed
@@ -207,8 +209,8 @@ class Giving:
         if _digest(bytes_of(arrived.data)) != arrived.given.body.digest:
             raise InvalidMessage("a contribution that its author has not signed")
         values = arrived.data.view(torch.float32)
-        if not bool(values.isfinite().all()):
-            raise InvalidMessage("a contribution that is not finite")
+        if not is_within(values, LARGEST_MEAN):
+            raise InvalidMessage("a contribution that is not finite, or too large to be averaged")
         parts = torch.split(values, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 

@@ -99,7 +99,8 @@ class HivemindAllReduce(AveragingRound):
         self._claim(sender, part, tensors, self._done)
         try:
             weight, length = self._weights[sender], self._lengths[part]
-            message = await self._threads.run(_decode, tensors[0], length, self._codec, weight, self._group)
+            data, codec, group = tensors[0], self._codec, self._group
+            message = await self._threads.run(_decode, data, length, codec, weight, group, self._largest)
         except InvalidMessage as error:
             self.fail(f"{sender}: {error}", sender)
             raise
@@ -312,13 +313,23 @@ def _encoded(values: torch.Tensor, codec: Codec, seed: int) -> memoryview:
     return bytes_of(encode_part(values, codec, seed))
 
 
-def _decode(data: memoryview, length: int, codec: Codec, weight: float = 0.0, group: bytes = b"") -> Any:
+def _decode(
+    data: memoryview,
+    length: int,
+    codec: Codec,
+    weight: float = 0.0,
+    group: bytes = b"",
+    largest: float | None = None,
+) -> Any:
     """hivemind's message with a part that has come, or without a group with an average; in a worker thread.
+
+    Args:
+        largest: value that may be in it; None for any finite one
 
     Raises:
         InvalidMessage: the data do not fit
     """
-    values = decode_values(data, length, codec)
+    values = decode_values(data, length, codec, largest)
     code = averaging_pb2.PART_FOR_AVERAGING if group else averaging_pb2.AVERAGED_PART
     none = runtime_pb2.CompressionType.NONE
     tensor = runtime_pb2.Tensor(compression=none, buffer=bytes(bytes_of(values)), size=[length], dtype="float32")

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 from torch import Tensor, empty_like, zeros_like
 
+from swarm_peer.codecs.base import is_within
+from swarm_peer.codecs.parts import LARGEST_MEAN
 from swarm_peer.model.round_strategy import StepResult
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.decay import Decay, decay_in
@@ -130,7 +132,7 @@ class StageWorkplace:
 
     def _difference(self) -> list[Tensor]:
         means, _ = self._trainer.strategy.difference()
-        if all(bool(mean.isfinite().all()) for mean in means):
+        if all(is_within(mean, LARGEST_MEAN) for mean in means):
             return list(means)
         self._updates.not_finite()
         return [zeros_like(mean) for mean in means]
