@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -338,6 +339,50 @@ async def test_all_blame_the_member_that_is_slow_and_not_the_first_one_to_notice
         for number in range(3):
             tasks.start_soon(take_part, number)
             await anyio.sleep(0.05)
+    assert [blamed[0], blamed[1]] == [{members.ids[2]}] * 2
+
+
+def hand_parts_over_slowly(members: Members, seconds: float) -> None:
+    """The last member sends one part after the other."""
+    NarrowLink(members.transports[2], seconds)
+
+
+def give_averages_slowly(members: Members, seconds: float) -> None:
+    """The last member gives one average after the other."""
+    for transport in members.transports[:2]:
+        transport.call = partial(answered_slowly, transport.call, members.ids[2], seconds, anyio.Lock())  # type: ignore[method-assign]
+
+
+async def answered_slowly(
+    call: Callable[..., Awaitable[Reply]], slow: str, seconds: float, one: anyio.Lock, to: str, *args: Any, **how: Any
+) -> Reply:
+    reply = await call(to, *args, **how)
+    if to == slow:
+        async with one:
+            await anyio.sleep(seconds)
+    return reply
+
+
+@pytest.mark.parametrize("trickle", [hand_parts_over_slowly, give_averages_slowly])
+async def test_an_average_that_takes_too_long_fails_for_the_member_that_holds_the_others_up(
+    members: Members, trickle: Callable[[Members, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "MAX_PART_VALUES", 1000)
+    for averager in members.averagers:
+        averager._section = averager._section.model_copy(update={"round_timeout_s": 1.0})
+    trickle(members, 0.3)
+    blamed: dict[int, frozenset[str]] = {}
+
+    async def take_part(number: int) -> None:
+        expected = suppress(AveragingFailed) if number == 2 else pytest.raises(AveragingFailed, match="not done within")
+        with expected as failed:
+            await members.averagers[number].average("0", gradients_of(number, 0), dict.fromkeys(members.ids, 1))
+        if failed is not None:
+            blamed[number] = failed.value.blamed
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(take_part, number)
     assert [blamed[0], blamed[1]] == [{members.ids[2]}] * 2
 
 

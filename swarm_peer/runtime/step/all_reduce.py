@@ -11,7 +11,7 @@ averages.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,24 +97,47 @@ class AveragingRound(ABC):
         self._over = False
         self._lengths: list[int] = []  # of the parts that this peer averages
         self._claimed: set[tuple[str, int]] = set()
+        self._owed: Counter[str] = Counter()  # averages of parts that were sent to each member
         self._prepare(brought)
 
     @abstractmethod
     def _prepare(self, brought: Brought) -> None:
         """Cut the values into parts."""
 
-    def fail(self, reason: str, member: str | None = None) -> None:
+    def fail(self, reason: str, *members: str) -> None:
         """Give the averaging round up. The first reason counts, and none after its end.
 
         Args:
-            member: who is to blame, if anybody
+            members: who are to blame, if anybody
         """
         if self._over:
             return
-        if self._failure is None and member is not None:
-            self.blamed = frozenset({member})
+        if self._failure is None:
+            self.blamed = frozenset(members)
         self._failure = self._failure or reason
         self._changed.notify()
+
+    def _fail_for_time(self, timeout_s: float) -> None:
+        """Give the averaging round up, since it has taken too long, for the members that hold this peer up.
+
+        These are the ones whose parts are missing where this peer is to go on averaging. It is not all whose parts are
+        missing somewhere: members send few parts ahead of the averages. If this peer has all parts, it is those that
+        owe it averages.
+        """
+        others = self._weights.keys() - {self._me}
+        for part in range(len(self._lengths)):
+            if late := {member for member in others if (member, part) not in self._claimed}:
+                break
+        else:
+            late = set(+self._owed)
+        self.fail(f"not done within {timeout_s:.0f} s", *late)
+
+    async def _average_of(self, member: str, part: int, data: memoryview) -> memoryview:
+        """Send a part to the member that averages it, and wait for the average."""
+        self._owed[member] += 1
+        average = await self._send(member, self._group, part, data)
+        self._owed[member] -= 1
+        return average
 
     def end(self) -> None:
         """Refuse what is still to come, and what waits for an average."""
@@ -182,7 +205,7 @@ class AllReduce(AveragingRound):
                         self._tasks = None
                     tasks.cancel_scope.cancel()
             if in_time.cancelled_caught:
-                self.fail(f"not done within {timeout_s:.0f} s")
+                self._fail_for_time(timeout_s)
         finally:
             self.end()
             self._arrived.clear()
@@ -284,7 +307,7 @@ class AllReduce(AveragingRound):
         seed = rounding_seed(self._group, self._me, member, number)
         try:
             encoded = await self._threads.run(encode_part, part, self._codec, seed, self._leftover_of(member, number))
-            data = await self._send(member, self._group, number, bytes_of(encoded))
+            data = await self._average_of(member, number, bytes_of(encoded))
             await self._threads.run(_decode_into, data, part, self._codec)
         except CallError as error:
             await self._fail_for(member, error)

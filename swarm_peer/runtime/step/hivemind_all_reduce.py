@@ -83,7 +83,7 @@ class HivemindAllReduce(AveragingRound):
                     lambda: self._failure is not None or all(task.done() for task in self._tasks)
                 )
             if not all(task.done() for task in self._tasks):
-                self.fail(f"not done within {timeout_s:.0f} s")
+                self._fail_for_time(timeout_s)
         finally:
             with anyio.CancelScope(shield=True):
                 await self._close()
@@ -165,7 +165,7 @@ class HivemindAllReduce(AveragingRound):
         try:
             seed = rounding_seed(self._group, self._me, member, number)
             data = await self._threads.run(_encoded, part, self._codec, seed)
-            data = await self._send(member, self._group, number, data)
+            data = await self._average_of(member, number, data)
             return await self._threads.run(_decode, data, len(part), self._codec)
         except CallError as error:
             await self._fail_for(member, error)
