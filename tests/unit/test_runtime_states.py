@@ -30,7 +30,7 @@ from swarm_peer.runtime.stage.rounds import RoundBook
 from swarm_peer.runtime.stage.stage_client import Microbatch
 from swarm_peer.runtime.state import states
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots
-from swarm_peer.runtime.state.roots import root_of
+from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.state.state_server import StateServer
 from swarm_peer.runtime.state.states import StageMates, StageSources
 from swarm_peer.runtime.step.workplace import timeline_of
@@ -122,9 +122,9 @@ class Replica:
         await self.transport.serve(CallDispatcher(manifest_hash=self.context.resolved.hash, calls=snapshots.calls))
 
 
-def append(log, root=""):
-    """An entry more, whose cut names the root of the state before it."""
-    cut = Cut(
+def cut_of(log, root=""):
+    """The next round's, which names the root of the state before it."""
+    return Cut(
         stage=STAGE,
         round=log.next_round,
         epoch=EpochId(1, SEAT, 0),
@@ -135,12 +135,33 @@ def append(log, root=""):
         averages=True,
         parts=(),
     )
+
+
+def append(log, root=""):
+    """An entry more, whose cut names the root of the state before it."""
+    cut = cut_of(log, root)
     log.append(Committed(Entry(cut, f"digest {log.next_round}"), (), Close(log.next_round, ())))
 
 
 @pytest.fixture
 def resolved():
     return resolved_of()
+
+
+@asynccontextmanager
+async def mates_and_newcomer(resolved, num_mates):
+    """Replicas of a stage with one entry, whose round is over; the first ones can be donors."""
+    async with MemoryNetwork() as network:
+        replicas = [Replica(network, resolved, Log(STAGE, BEGINNING)) for _ in range(num_mates + 1)]
+        for mate in replicas[:-1]:
+            mate.begin(1)
+            await mate.serve()
+        replicas[-1].donors = [mate.identity.peer_id for mate in replicas[:-1]]
+        try:
+            yield replicas
+        finally:
+            for replica in replicas:
+                replica.thread.stop()
 
 
 @asynccontextmanager
@@ -230,6 +251,28 @@ async def test_weights_that_others_take_or_keep_meanwhile_stay(resolved, is_kept
         append(newcomer.log, root=root_of(donor.weights(), b""))
         newcomer.context.changed.notify()
     assert all(map(torch.equal, newcomer.weights().values(), initial.values()))
+
+
+WRONG_UPDATES = [
+    lambda averages: [average + 1 for average in averages],
+    lambda averages: averages[:1],
+    lambda averages: [average.view(torch.int32) for average in averages],
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_UPDATES)
+async def test_if_a_mate_gives_another_update_than_the_entry_names_others_are_asked(resolved, wrong):
+    async with mates_and_newcomer(resolved, 3) as (*mates, newcomer):
+        averages = [torch.randn(parameter.shape) for parameter in newcomer.trainer.trained.values()]
+        cut = cut_of(newcomer.log)
+        committed = Committed(Entry(cut, digest_of(averages)), (), Close(0, ()))
+        for mate in mates:
+            mate.kept[0] = committed.entry.hash, wrong(averages)
+        assert "an update that" in await fails(CallError, partial(newcomer.sources.update, committed))
+        mates[1].kept[0] = committed.entry.hash, averages
+        for mate in mates:
+            mate.server.stored.clear()
+        assert all(map(torch.equal, await newcomer.sources.update(committed), averages))
 
 
 async def test_a_held_state_is_given_only_with_the_updates_since(resolved):

@@ -126,15 +126,20 @@ class StageSources:
         )
         shapes = [parameter.shape for parameter in self._trainer.trained.values()]
         max_bytes = 4 * sum(shape.numel() for shape in shapes)
-        found = await fetch_state(self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng)
-        averages = list(found.tensors.values())
-        # The digest covers bytes and not types: read as another type, the same bytes are other averages.
-        fits = all(average.dtype == torch.float32 for average in averages)
-        if not fits or [average.shape for average in averages] != shapes:
-            raise InvalidMessage("an update that does not fit this stage")
-        if await self._context.threads.run(digest_of, averages) != entry.digest:
-            raise InvalidMessage(f"an update that is not the one of round {entry.cut.round}")
-        return averages
+
+        async def check(update: StageState) -> None:
+            averages = list(update.tensors.values())
+            # The digest covers bytes and not types: read as another type, the same bytes are other averages.
+            fits = all(average.dtype == torch.float32 for average in averages)
+            if not fits or [average.shape for average in averages] != shapes:
+                raise InvalidMessage("an update that does not fit this stage")
+            if await self._context.threads.run(digest_of, averages) != entry.digest:
+                raise InvalidMessage(f"an update that is not the one of round {entry.cut.round}")
+
+        found = await fetch_state(
+            self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=check
+        )
+        return list(found.tensors.values())
 
     async def state(self) -> Taken:
         """Have the weights become those of a stage-mate, at an entry of the log.
