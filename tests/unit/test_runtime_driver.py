@@ -929,13 +929,34 @@ def test_a_seat_holds_only_so_many_contributions_of_others(small_chunks, monkeyp
             caller, me = giver.peer.identity.peer_id, giver.driver.member.me
             next_round = taker.driver.member.log.next_round
             _, statement, data = given_by(giver, name=Name(me, next_round))
-            await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+            for offset in (0, 8):
+                await taker.giving.handle(caller, call_of(offset, data), (statement, data[offset : offset + 8]))
             _, statement, data = given_by(giver, name=Name(me, next_round + 1))
             with pytest.raises(Busy, match="contributions of others"):
                 await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
             _, statement, data = given_by(giver, name=Name(me, next_round + 9))
             with pytest.raises(NotServing, match="far from beginning"):
                 await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+
+    anyio.run(run)
+
+
+def test_a_giver_has_one_place_for_what_arrives(small_chunks):
+    """With first chunks alone it would keep those of others away."""
+
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = await two_mates(some, hall)
+            caller, me = giver.peer.identity.peer_id, giver.driver.member.me
+            next_round = taker.driver.member.log.next_round
+            given = [given_by(giver, name=Name(me, next_round + later)) for later in (0, 1)]
+            for _, statement, data in given:
+                await taker.giving.handle(caller, call_of(0, data), (statement, data[:8]))
+            assert len(taker.giving._arriving) == 1
+            last, statement, data = given[-1]
+            await taker.giving.handle(caller, call_of(8, data), (statement, data[8:]))
+            assert taker.driver.member.work.guests == {last.name: last}
 
     anyio.run(run)
 

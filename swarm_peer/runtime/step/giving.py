@@ -73,7 +73,8 @@ class Giving:
         self.num_bytes = 4 * sum(shape.numel() for shape in shapes)
         # Statements of the contributions that this seat holds for others, so that it can give them on.
         self._signed: dict[Name, Signed[HandedOver]] = {}
-        self._arriving: dict[tuple[str, Name], _Arriving] = {}
+        # By giver: it gives one after the other.
+        self._arriving: dict[str, _Arriving] = {}
 
     @property
     def calls(self) -> dict[type[Body], Handler]:
@@ -156,21 +157,22 @@ class Giving:
         arriving.data[call.offset : end] = torch.frombuffer(bytearray(tensors[1]), dtype=torch.uint8)
         arriving.offsets.add(call.offset)
         if arriving.offsets >= set(range(0, self.num_bytes, CHUNK_BYTES)):
-            await self._take(self._arriving.pop((caller, name)))
+            await self._take(self._arriving.pop(caller))
         return Reply()
 
     async def run(self) -> None:
         """Drop what no more of will arrive, until cancelled."""
         while True:
             await self._agreement.changed.wait_for(lambda: self._arriving.keys() != self._still_arriving())
-            self._arriving = {key: self._arriving[key] for key in self._still_arriving()}
+            self._arriving = {giver: self._arriving[giver] for giver in self._still_arriving()}
 
-    def _still_arriving(self) -> set[tuple[str, Name]]:
-        """Those of the contributions that arrive whose givers are there, and whose rounds are not over."""
+    def _still_arriving(self) -> set[str]:
+        """The givers that are still there, and whose contributions are of rounds that are not over."""
         if not self._arriving or self._driver.member is None:
             return set()
         mates, next_round = self._mates(), self._next_round()
-        return {(giver, name) for giver, name in self._arriving if giver in mates and name.round >= next_round}
+        rounds = {giver: each.given.body.contribution.name.round for giver, each in self._arriving.items()}
+        return {giver for giver, number in rounds.items() if giver in mates and number >= next_round}
 
     def _mates(self) -> frozenset[str]:
         return frozenset(seat.peer for seat in self._agreement.core.epoch.roster(self._stage))
@@ -180,12 +182,15 @@ class Giving:
         if not next_round <= name.round <= next_round + self._rounds_ahead:
             raise NotServing(f"round {name.round} is over here, or far from beginning")
         self._signed = {each: signed for each, signed in self._signed.items() if each.round >= next_round}
-        if (caller, name) not in self._arriving:
+        arriving = self._arriving.get(caller)
+        if arriving is None or arriving.given != given:
             held = self._driver.gradients.names - {each for each in self._driver.gradients.names if self._is_own(each)}
-            if len(self._arriving) + len(held) >= MAX_GUESTS:
-                raise Busy(f"{len(held)} contributions of others are held, and {len(self._arriving)} arrive")
-            self._arriving[caller, name] = _Arriving(given, torch.empty(self.num_bytes, dtype=torch.uint8))
-        return self._arriving[caller, name]
+            others = self._arriving.keys() - {caller}
+            if len(others) + len(held) >= MAX_GUESTS:
+                raise Busy(f"{len(held)} contributions of others are held, and {len(others)} arrive")
+            arriving = _Arriving(given, torch.empty(self.num_bytes, dtype=torch.uint8))
+            self._arriving[caller] = arriving
+        return arriving
 
     def _next_round(self) -> int:
         member = self._driver.member
