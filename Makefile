@@ -13,6 +13,8 @@ SMOLLM2 := runs/smollm2-135m-instruct
 
 # Schedules of the test tube; for a night, `make tube SEEDS=10000`, which goes on where it was stopped.
 SEEDS ?= 30
+# Schedules of the protocol: see `python tests/protocol --help`.
+KIND ?= usual
 
 .PHONY: help setup demo demo-chat test test-all quick unit simulation protocol tube integration faults gpu soak lint format clean
 
@@ -70,8 +72,8 @@ simulation: $(VENV)/.installed-dev  ## Run the tests of the simulator
 tube: $(VENV)/.installed-dev  ## Swarms in virtual time, with faults from seeds: SEEDS=30
 	$(BIN)/python tests/tube seeds --count $(SEEDS) --results runs/tube.jsonl
 
-protocol: $(VENV)/.installed-dev  ## Schedules of the protocol's core, with faults from seeds: SEEDS=30
-	$(BIN)/python tests/protocol --count $(SEEDS)
+protocol: $(VENV)/.installed-dev  ## Schedules of the protocol's core: SEEDS=30, KIND=usual, forgetful or alone
+	$(BIN)/python tests/protocol --count $(SEEDS) --kind $(KIND)
 
 unit: $(VENV)/.installed-dev  ## Run the unit tests alone
 	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit
