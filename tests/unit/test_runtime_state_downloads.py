@@ -12,7 +12,7 @@ import anyio.from_thread
 import numpy as np
 import pytest
 import torch
-from state_donors import HASH, NUM_CHUNKS, STAGE, assert_state_of
+from state_donors import CHUNK_BYTES, HASH, NUM_CHUNKS, STAGE, assert_state_of
 from state_donors import world as world
 
 from swarm_peer.errors import CallError, CallTimeout, InvalidMessage, NoRoom, NotServing, PeerUnreachable
@@ -21,6 +21,7 @@ from swarm_peer.runtime.host.machine import SystemThreads
 from swarm_peer.runtime.network.transport import Reply, pack_fields, unpack_fields
 from swarm_peer.runtime.state import chunks as state_chunks
 from swarm_peer.runtime.state import index as state_index
+from swarm_peer.runtime.state import transfer
 from swarm_peer.runtime.state.chunks import CALL_TIMEOUT_S, CHUNKS_IN_FLIGHT
 from swarm_peer.runtime.state.transfer import MAX_DONORS, Memory, fetch_state
 from swarm_peer.wire.messages import StateIndex, StateIndexCall
@@ -234,6 +235,17 @@ async def test_a_donor_that_claims_to_be_ahead_and_gives_nothing_is_left(world):
     assert 0 < world.chunks_from(liar) <= CHUNKS_IN_FLIGHT
 
 
+async def test_of_an_index_that_is_not_accepted_no_chunk_is_asked_for(world):
+    liar, good = await world.donor("a", round_number=900, fill=7), await world.donor("b")
+
+    async def accept(index):
+        if index.round_number == 900:
+            raise InvalidMessage("no such round")
+
+    assert_state_of(await world.fetch(liar, good, how={"accept": accept}), good)
+    assert world.chunks_from(liar) == 0
+
+
 async def test_the_size_that_is_refused_is_never_allocated(world, monkeypatch):
     donor = await world.donor("a")
     total = sum(tensor.numel() * tensor.element_size() for tensor in donor.trainer.state().values())
@@ -356,6 +368,13 @@ class Link:
             await anyio.wait_all_tasks_blocked()
 
 
+@pytest.fixture
+def large_chunks(monkeypatch):
+    """A chunk stands for one that takes nearly CALL_TIMEOUT_S on the slowest link."""
+    monkeypatch.setattr(transfer, "SLOWEST_BYTES_PER_S", CHUNK_BYTES / CALL_TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("large_chunks")
 async def test_a_donor_behind_a_slow_link_has_as_long_for_each_chunk(world, monkeypatch):
     donor = await world.donor("a")
     link = Link(world, "a", monkeypatch)
@@ -366,6 +385,41 @@ async def test_a_donor_behind_a_slow_link_has_as_long_for_each_chunk(world, monk
     assert world.chunks_from(donor) == NUM_CHUNKS
 
 
+@pytest.mark.usefixtures("large_chunks")
+async def test_where_this_peers_own_link_is_slow_the_last_donors_give_all(world, monkeypatch):
+    newer, older = await world.donor("a", round_number=4, fill=2), await world.donor("b")
+    links = [Link(world, name, monkeypatch) for name in "ab"]
+    fetching = asyncio.ensure_future(world.fetch(newer, older))
+    for number in range(2):
+        await links[0].carry(number, 0.9 * CALL_TIMEOUT_S)
+    for number in range(NUM_CHUNKS):
+        await links[1].carry(number, 0.9 * CALL_TIMEOUT_S)
+    assert_state_of(await fetching, older)
+
+
+async def test_a_donor_that_gives_little_at_a_time_is_left_for_others(world, monkeypatch):
+    liar, good = await world.donor("a", round_number=900, fill=7), await world.donor("b")
+    link = Link(world, "a", monkeypatch)
+    fetching = asyncio.ensure_future(world.fetch(liar, good))
+    for number in range(2):
+        await link.carry(number, 0.9 * CALL_TIMEOUT_S)
+    assert_state_of(await fetching, good)
+    assert world.chunks_from(liar) == CHUNKS_IN_FLIGHT + 1
+
+
+async def test_a_download_that_gets_too_slow_at_its_end_is_not_taken_for_whole(world, monkeypatch):
+    donor = await world.donor("a")
+    link = Link(world, "a", monkeypatch)
+    fetching = asyncio.ensure_future(world.fetch(donor))
+    for number in range(NUM_CHUNKS):
+        await link.carry(number, 0.9 * CALL_TIMEOUT_S if number > NUM_CHUNKS - CHUNKS_IN_FLIGHT else 0.0)
+        if fetching.done():
+            break
+    with pytest.raises(CallError, match="a: less than 64000 bytes/s"):
+        await fetching
+
+
+@pytest.mark.usefixtures("large_chunks")
 async def test_a_donor_that_sends_nothing_more_is_left(world, monkeypatch):
     donor = await world.donor("a")
     link = Link(world, "a", monkeypatch)

@@ -231,6 +231,7 @@ async def test_a_state_of_an_entry_that_is_not_in_the_log_is_refused(resolved, m
         newcomer.log = Log(STAGE, BEGINNING)
         append(newcomer.log, root="of another history")
         assert "no entry" in await fails(CallError, newcomer.sources.state)
+        assert not newcomer.transport.network.num_calls("state_chunk")
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -269,10 +270,12 @@ async def test_if_a_mate_gives_another_update_than_the_entry_names_others_are_as
         for mate in mates:
             mate.kept[0] = committed.entry.hash, wrong(averages)
         assert "an update that" in await fails(CallError, partial(newcomer.sources.update, committed))
-        mates[1].kept[0] = committed.entry.hash, averages
+        mates[1].kept[0], mates[2].kept[0] = (committed.entry.hash, averages), ("another entry", averages)
         for mate in mates:
             mate.server.stored.clear()
+        newcomer.transport.network.calls.clear()
         assert all(map(torch.equal, await newcomer.sources.update(committed), averages))
+        assert not newcomer.transport.network.num_calls("state_chunk", mates[2].identity.peer_id)
 
 
 async def test_a_held_state_is_given_only_with_the_updates_since(resolved):

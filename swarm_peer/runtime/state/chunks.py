@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import anyio
@@ -21,6 +22,8 @@ CHUNKS_IN_FLIGHT = 4
 # A donor that sends nothing for so long is given up. Chunks in flight follow each other over a slow link, so each that
 # comes gives the others as long again.
 CALL_TIMEOUT_S = 30.0
+# Where chunks have to come at some speed, each has so long besides: small ones take a round trip to a busy donor.
+CHUNK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,11 @@ async def download_chunks(
     write: Callable[[Chunk, memoryview], Awaitable[None]],
     failed: Callable[[str, CallError], None],
     in_flight: int | None = None,
+    slowest_bytes_per_s: float | None = None,
 ) -> None:
-    """Download chunks until none is missing, or no donor is left that has one of them.
+    """Download chunks until none is missing, or no donor is left that has one of them, or all of them are too slow.
+
+    Donors that give a chunk just before they would be given up could hold the caller for days.
 
     Args:
         missing: those that were not downloaded are left in it
@@ -106,26 +112,41 @@ async def download_chunks(
         write: takes a chunk whose hash is right
         failed: told why a donor is given up
         in_flight: chunks that each donor owes at once; CHUNKS_IN_FLIGHT if not given
+        slowest_bytes_per_s: all donors are given up when they give less together; None for any speed
     """
+
+    def give_up(donor: Donor, error: CallError) -> None:
+        if donor.is_alive:
+            donor.is_alive = False
+            failed(donor.peer_id, error)
 
     async def take_chunks(donor: Donor) -> None:
         while donor.is_alive and (chunk := _take_first(missing, donor.has)) is not None:
-            try:
-                data = await _fetch(transport, donor, chunk, ask(chunk))
-            except CallError as error:
-                missing.append(chunk)
-                if donor.is_alive:
-                    donor.is_alive = False
-                    failed(donor.peer_id, error)
-                return
-            await write(chunk, data)
+            if slowest_bytes_per_s is not None:
+                in_time.deadline += CHUNK_S + chunk.size / slowest_bytes_per_s
+            with ExitStack() as unless_written:
+                unless_written.callback(missing.append, chunk)
+                try:
+                    data = await _fetch(transport, donor, chunk, ask(chunk))
+                except CallError as error:
+                    give_up(donor, error)
+                    return
+                await write(chunk, data)
+                unless_written.pop_all()
 
-    # A task that finds no chunk left ends. If another one fails after that, its chunk is still missing: hence the loop.
-    while useful := [donor for donor in donors if donor.is_alive and any(map(donor.has, missing))]:
-        async with anyio.create_task_group() as tasks:
-            for donor in useful:
-                for _ in range(in_flight or CHUNKS_IN_FLIGHT):
-                    tasks.start_soon(take_chunks, donor)
+    with anyio.CancelScope() as in_time:
+        if slowest_bytes_per_s is not None:
+            in_time.deadline = anyio.current_time() + CALL_TIMEOUT_S
+        # A task that finds no chunk left ends. If another one fails after that, its chunk is still missing: hence the
+        # loop.
+        while useful := [donor for donor in donors if donor.is_alive and any(map(donor.has, missing))]:
+            async with anyio.create_task_group() as tasks:
+                for donor in useful:
+                    for _ in range(in_flight or CHUNKS_IN_FLIGHT):
+                        tasks.start_soon(take_chunks, donor)
+    if in_time.cancelled_caught:
+        for donor in donors:
+            give_up(donor, CallTimeout(f"less than {slowest_bytes_per_s:.0f} bytes/s come from those that have this"))
 
 
 async def _fetch(transport: Transport, donor: Donor, chunk: Chunk, call: Call) -> memoryview:

@@ -32,7 +32,7 @@ from swarm_peer.runtime.state.roots import digest_of, root_of
 from swarm_peer.runtime.state.snapshots import SnapshotTaker
 from swarm_peer.runtime.state.transfer import fetch_state
 from swarm_peer.wire.ledger_codec import read_ledger
-from swarm_peer.wire.messages import StateIndexCall
+from swarm_peer.wire.messages import StateIndex, StateIndexCall
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,10 @@ class StageSources:
         shapes = [parameter.shape for parameter in self._trainer.trained.values()]
         max_bytes = 4 * sum(shape.numel() for shape in shapes)
 
+        async def accept(index: StateIndex) -> None:
+            if index.history_hash != entry.hash:
+                raise InvalidMessage(f"the update of the entry {index.history_hash[:40]!r}; wanted {entry.hash}")
+
         async def check(update: StageState) -> None:
             averages = list(update.tensors.values())
             # The digest covers bytes and not types: read as another type, the same bytes are other averages.
@@ -137,7 +141,7 @@ class StageSources:
                 raise InvalidMessage(f"an update that is not the one of round {entry.cut.round}")
 
         found = await fetch_state(
-            self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=check
+            self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=check, accept=accept
         )
         return list(found.tensors.values())
 
@@ -173,8 +177,19 @@ class StageSources:
             self.bytes_per_s = num_bytes / max(seconds, 1e-3)
             await take(state)
 
+        async def accept(index: StateIndex) -> None:
+            await self._wait_for_log(lambda: self._log_with(index.history_hash) is not None, LOG_S)
+            if self._mates.newest_log() is not None and self._log_with(index.history_hash) is None:
+                raise _of_no_entry(index.history_hash)
+
         await fetch_state(
-            self._transport, self._mates.donors(), call, max_bytes=max_bytes, rng=self._rng, take=take_timed
+            self._transport,
+            self._mates.donors(),
+            call,
+            max_bytes=max_bytes,
+            rng=self._rng,
+            take=take_timed,
+            accept=accept,
         )
 
     async def _take(self, state: StageState, turn: int) -> Taken:
@@ -205,7 +220,7 @@ class StageSources:
         if self._mates.fears_lies():
             await self._wait_for_log(lambda: self._is_named(entry), NAMED_S)
         if (known := self._log_with(entry)) is None:
-            raise InvalidMessage(f"a state of {entry[:40]!r}, which is no entry of the stage's log")
+            raise _of_no_entry(entry)
         return known, self._after(known, entry)
 
     async def _wait_for_log(self, has_come: Callable[[], bool], seconds: float) -> None:
@@ -301,6 +316,10 @@ class StageSources:
             log.warning(text, self._stage, before, back, restart.first_round)
             self._context.metrics.rewinds.inc()
         return ledger[0] if ledger else None
+
+
+def _of_no_entry(claimed: str) -> InvalidMessage:
+    return InvalidMessage(f"a state of {claimed[:40]!r}, which is no entry of the stage's log")
 
 
 def _are_close(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:

@@ -17,6 +17,7 @@ import anyio
 import torch
 
 from swarm_peer.errors import CallError, InvalidMessage, NoRoom, NotServing, forget_frames
+from swarm_peer.runtime.network.frame_stream import SLOWEST_BYTES_PER_S
 from swarm_peer.runtime.network.transport import Transport, unpack_fields
 from swarm_peer.runtime.state.chunks import CALL_TIMEOUT_S, Chunk, Donor, chunks_of, download_chunks
 from swarm_peer.runtime.state.index import StageState, assemble, num_bytes, timeline_of
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 MAX_DONORS = 3
 # A donor hashes the whole state before it gives its index.
 HASHED_BYTES_PER_S = 2.5e8
+# A slower download is given up while there are other donors, since those of one index may all be liars. Where this
+# peer's own link is slow, the last donors still are good enough.
+HURRIED_BYTES_PER_S = 1e6
 
 
 class Room(Protocol):
@@ -63,6 +67,10 @@ class Memory:
 MEMORY = Memory()
 
 
+async def _accept_any(index: StateIndex) -> None:
+    pass
+
+
 async def fetch_state(
     transport: Transport,
     donors: Sequence[str],
@@ -74,6 +82,7 @@ async def fetch_state(
     take: Callable[[StageState], Awaitable[None]] | None = None,
     room: Room = MEMORY,
     are_holders: bool = False,
+    accept: Callable[[StateIndex], Awaitable[None]] = _accept_any,
 ) -> StageState:
     """Download the state or update that `call` asks for.
 
@@ -84,14 +93,16 @@ async def fetch_state(
         take: takes a whole state over; if it raises InvalidMessage, other donors' states are downloaded
         room: where the state is to lie
         are_holders: whether all donors are asked at once, since few may have it, and these have hashed it before
+        accept: raises InvalidMessage for an index of which no chunk is to be asked for
 
     Raises:
         NoRoom: there was no room for what a donor offered, and no other gave it
         CallError: no donor gave it whole, or none that could be taken over; the message has each donor's answer
     """
 
-    def check(index: StateIndex) -> None:
+    async def check(index: StateIndex) -> None:
         _check_index(index, call, max_bytes, optimizer_step)
+        await accept(index)
 
     waiting = list(donors)
     rng.shuffle(waiting)
@@ -111,8 +122,10 @@ async def fetch_state(
         found = await _ask_index(transport, asked, call, 0 if are_holders else max_bytes, check, failed)
         by_age = sorted(found.items(), key=lambda known: _preference(call, *known[1]))
         # A donor that claims to be ahead of all others must not keep this peer from asking them.
-        for name, (index, agreeing) in reversed(by_age):
-            state = await _download(transport, name, index, agreeing, call.manifest, failed, take, room)
+        while by_age:
+            name, (index, agreeing) = by_age.pop()
+            slowest = HURRIED_BYTES_PER_S if by_age or waiting else SLOWEST_BYTES_PER_S
+            state = await _download(transport, name, index, agreeing, call.manifest, failed, take, room, slowest)
             if state is not None:
                 return state
     if refused:
@@ -138,7 +151,7 @@ async def _ask_index(
     donors: Sequence[str],
     call: StateIndexCall,
     hashed_bytes: int,
-    check: Callable[[StateIndex], None],
+    check: Callable[[StateIndex], Awaitable[None]],
     failed: Callable[[str, CallError], None],
 ) -> dict[bytes, tuple[StateIndex, list[str]]]:
     """Ask donors for their index. Returns each index with the donors that gave it, by the index's hash.
@@ -156,7 +169,7 @@ async def _ask_index(
                 raise InvalidMessage("the index is missing")
             packed = reply.tensors[0]
             index = unpack_fields(StateIndex, packed)
-            check(index)
+            await check(index)
             found.setdefault(hashlib.sha256(packed).digest(), (index, []))[1].append(donor)
         except CallError as error:
             failed(donor, error)
@@ -205,6 +218,7 @@ async def _download(
     failed: Callable[[str, CallError], None],
     take: Callable[[StageState], Awaitable[None]] | None,
     room: Room,
+    slowest_bytes_per_s: float,
 ) -> StageState | None:
     begin = anyio.current_time()
     sizes = [num_bytes(entry) for entry in index.entries]
@@ -229,7 +243,9 @@ async def _download(
     async def write(chunk: Chunk, data: memoryview) -> None:
         await room.write(buffers[chunk.entry][chunk.begin : chunk.begin + chunk.size], data)
 
-    await download_chunks(transport, asked, missing, ask=ask, write=write, failed=failed)
+    await download_chunks(
+        transport, asked, missing, ask=ask, write=write, failed=failed, slowest_bytes_per_s=slowest_bytes_per_s
+    )
     if missing:
         return None
     text = "downloaded kind=%s stage=%d round=%d bytes=%d donors=%d seconds=%.2f"
