@@ -283,10 +283,12 @@ def test_nobody_makes_an_entry_up_for_other_weights(tmp_path):
         async with swarm(hall.work, hall.resolved) as some:
             rig, honest = await taken_at(some, hall, 1)
             name, other = honest.name, with_tensors(honest.state)
+            liars = []
 
             async def refuse(committed, state, step=name.optimizer_step):
                 made_up = named(rig.peer.agreement, state, committed)
                 liar = await giver_of(some, tmp_path, FalseName(committed, made_up.state, name))
+                liars.append(liar)
                 with pytest.raises(CallError, match="no donor gave") as refused:
                     await taker_of(some, rig, tmp_path, [liar]).take(1, name.entry, step, nobody_takes)
                 return str(refused.value)
@@ -295,6 +297,7 @@ def test_nobody_makes_an_entry_up_for_other_weights(tmp_path):
             entry = honest.committed.entry
             cut = replace(entry.cut, root=root_of(other.tensors, b""), epoch=EpochId(9, SEAT, 0))
             assert "a snapshot of the name" in await refuse(Committed(Entry(cut, ""), (), Close(cut.round, ())), other)
+            assert not some.network.num_calls("state_chunk", liars[0]), "its index has said so"
             # The voters were told that it is of another step.
             earlier = replace(honest.state, timeline=Timeline(1, 0, created_at_round=1))
             assert "not committed at" in await refuse(honest.committed, earlier, earlier.optimizer_step)

@@ -27,8 +27,8 @@ from swarm_peer.runtime.network.transport import Transport
 from swarm_peer.runtime.state.index import StageState
 from swarm_peer.runtime.state.named_snapshots import NamedSnapshots, NamedState
 from swarm_peer.runtime.state.roots import root_of
-from swarm_peer.runtime.state.transfer import fetch_state
-from swarm_peer.wire.messages import StateIndexCall
+from swarm_peer.runtime.state.transfer import accept_any, fetch_state
+from swarm_peer.wire.messages import StateIndex, StateIndexCall
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,14 @@ class SnapshotTaker:
             CallError: nobody gave one that could be taken over
         """
 
+        async def accept(offered: StateIndex | StageState) -> None:
+            committed = await self._threads.run(self._agreement.statements.decode, Committed, offered.entry)
+            if committed.entry.hash != entry:
+                raise InvalidMessage(f"a snapshot of the name {committed.entry.hash}; wanted {entry[:40]}")
+
         async def check(state: StageState) -> NamedState:
+            await accept(state)
             found = await self.check(stage, state)
-            if found.name.entry != entry:
-                raise InvalidMessage(f"a snapshot of the name {found.name.entry}; wanted {entry[:40]}")
             await take(found)
             return found
 
@@ -109,7 +113,7 @@ class SnapshotTaker:
                 self._snapshots.forget(own)
         call = StateIndexCall(manifest=self._context.resolved.hash, of_stage=stage, entry=entry)
         try:
-            await self._fetch(call, optimizer_step, self._holders(), take_given)
+            await self._fetch(call, optimizer_step, self._holders(), take_given, accept)
         except CallError:
             self._note_lack(stage, entry)
             raise
@@ -172,6 +176,7 @@ class SnapshotTaker:
         optimizer_step: int,
         holders: Sequence[str],
         take: Callable[[StageState], Awaitable[None]],
+        accept: Callable[[StateIndex], Awaitable[None]] = accept_any,
     ) -> None:
         await fetch_state(
             self._transport,
@@ -182,6 +187,7 @@ class SnapshotTaker:
             rng=self._rng,
             take=take,
             are_holders=True,
+            accept=accept,
         )
 
     async def check(self, stage: int, state: StageState, *, is_certified: bool = False) -> NamedState:

@@ -67,8 +67,8 @@ class Memory:
 MEMORY = Memory()
 
 
-async def _accept_any(index: StateIndex) -> None:
-    pass
+async def accept_any(index: StateIndex) -> None:
+    """Ask for the chunks of any index."""
 
 
 async def fetch_state(
@@ -82,7 +82,7 @@ async def fetch_state(
     take: Callable[[StageState], Awaitable[None]] | None = None,
     room: Room = MEMORY,
     are_holders: bool = False,
-    accept: Callable[[StateIndex], Awaitable[None]] = _accept_any,
+    accept: Callable[[StateIndex], Awaitable[None]] = accept_any,
 ) -> StageState:
     """Download the state or update that `call` asks for.
 
