@@ -10,7 +10,7 @@ from cluster import Process
 from liars import FAR, Liar
 from world import World
 
-from swarm_peer.protocol.epochs import COORDINATORS, MIN_TICKETS, Certified, Epoch, Place, rank_of
+from swarm_peer.protocol.epochs import COORDINATORS, MIN_TICKETS, Certified, Epoch, Place, Restart, rank_of
 from swarm_peer.protocol.log import Close, Committed, Contribution, Done, Entry, Have, Name, Part
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.messages import Commit, Cutting, Entries, Head, Message, News, Sent, Status
@@ -28,7 +28,8 @@ class WasAlone(Liar):
         super().__init__(world, process)
         # Epochs of its making, with the seat that it had then.
         self._alone: dict[EpochId, tuple[Epoch, Seat]] = {}
-        self._is_late = False
+        # Since where the run has begun, or begun anew, the others have agreed.
+        self._agreed_since: Restart | None = None
 
     def sent(self, message: Message) -> list[Message]:
         """See Liar."""
@@ -50,7 +51,9 @@ class WasAlone(Liar):
 
     def _have_others_agreed(self) -> bool:
         """Whether the others of each stage have an entry of three tickets; before that they believe what it says."""
-        if not self._is_late:
+        assert self.process.core is not None
+        restart = self.process.core.epoch.restart
+        if self._agreed_since != restart:
             others = [p.core for p in self.world.processes.values() if p.core is not None and p is not self.process]
             logs = [
                 core.members[stage].log for core in others for stage in core.membership.stages & core.members.keys()
@@ -59,9 +62,11 @@ class WasAlone(Liar):
             epochs = [(stage, self.world.epochs[cut.epoch]) for stage, cut in newest]
             tickets = [{seat.ticket for seat in epoch.roster(stage)} for stage, epoch in epochs]
             are_there = all(core.membership.stages == core.membership.desired for core in others) and len(others) > 3
-            has_all = are_there and len(newest) == len(logs)
-            self._is_late = has_all and all(len(each) >= MIN_TICKETS for each in tickets)
-        return self._is_late
+            has_all = are_there and len(newest) == len(logs) and all(log.restart == restart for log in logs)
+            if not has_all or not all(len(each) >= MIN_TICKETS for each in tickets):
+                return False
+            self._agreed_since = restart
+        return True
 
     def _of_round(self, member: Member, old: Epoch, seat: Seat, message: Message) -> list[Any]:
         random = self.world.random
