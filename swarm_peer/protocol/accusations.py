@@ -42,26 +42,38 @@ def to_leave_out(
     return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)
 
 
-def in_turn(epoch: Epoch, seats: Collection[Seat], turn: int) -> set[Seat]:
-    """All seats of one vote, another one at each turn: where nobody says who is to blame, each is left out once.
+def in_turn(epoch: Epoch, seats: Collection[Seat], attempt: int) -> set[Seat] | None:
+    """All seats of one vote, another one in each attempt: where nobody says who is to blame, each is left out once.
 
-    Of fewer than three votes none, since those that are left could not agree without it.
+    Args:
+        attempt: 1 for the first one after a failure
+
+    Returns:
+        nobody once each was; None of fewer than three votes: those that are left could not agree without one
     """
     votes = sorted({epoch.vote_of(seat) for seat in seats})
-    return {seat for seat in seats if epoch.vote_of(seat) == votes[turn % len(votes)]} if len(votes) > 2 else set()
+    if len(votes) <= 2:
+        return None
+    if attempt % (len(votes) + 1) == 0:
+        return set()
+    return {seat for seat in seats if epoch.vote_of(seat) == votes[(attempt + epoch.id.number) % len(votes)]}
 
 
 def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:
     """Whether a seat that is ready agrees to be left out of a cut, for what was said about the one before.
 
-    Both it and its accuser were in that one. All of its accuser's vote are left out as well, or most votes of the cut
-    before accuse it. A seat that was not in it, or has another life or ticket, is anybody's invention.
+    Both it and its accuser were in that one. All of its accuser's vote are left out as well, or all of somebody's whom
+    it accuses itself; or most votes of the cut before accuse it. A seat that was not in it, or has another life or
+    ticket, is anybody's invention.
 
     Args:
         epoch: of the cut
     """
-    about_it = (signed.body for signed in cut.blamed if signed.body.cut == before.hash)
-    accusers = {body.author for body in about_it if {seat, body.author} <= set(before.seats) and seat in body.seats}
+    if seat not in before.seats:
+        return False
+    about_it = [signed.body for signed in cut.blamed if signed.body.cut == before.hash]
+    accusers = {body.author for body in about_it if seat in body.seats} & set(before.seats)
+    accused = {each for body in about_it if body.author == seat for each in body.seats} & set(before.seats)
     votes = {epoch.vote_of(each) for each in cut.seats}
-    is_pair = any(epoch.vote_of(each) not in votes for each in accusers)
+    is_pair = any(epoch.vote_of(each) not in votes for each in accusers | accused)
     return is_pair or epoch.is_quorum(accusers, before.seats)

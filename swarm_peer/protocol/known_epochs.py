@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from swarm_peer.protocol.epochs import KEPT_EPOCHS, Certified, Epoch, without_old
+from swarm_peer.protocol.epochs import KEPT_EPOCHS, MAX_VOTERS, Certified, Epoch, without_old
 from swarm_peer.protocol.statements import EpochId, KeySigned, Sign
 
 # The holder of the run key tells all of each epoch with such a number, signed with the key.
 ANCHORED_EVERY = KEPT_EPOCHS // 2
 # Places and statements of epochs in one message of 1 MiB; a seat that has missed more asks again.
-MAX_TOLD = 4000
+MAX_TOLD = 2500
+# Statements in a certificate: those of all voters, and of the run key. With more of them, all would tell them on.
+MAX_CERTIFICATE = MAX_VOTERS + 1
 
 
 class KnownEpochs:
@@ -65,6 +67,8 @@ class KnownEpochs:
         has_changed = False
         for certified in epochs:
             epoch, own = certified.epoch, self.newest
+            if len(certified.certificate) > MAX_CERTIFICATE:
+                continue
             is_certified = certified.is_of_key or (before is not None and certified.follows(before))
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):
                 self._follow([*self._chain, self._anchored(certified)])

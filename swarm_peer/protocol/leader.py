@@ -440,7 +440,8 @@ class Leader:
             present.failed_s = now_s
         is_late = now_s > present.since_s + self._timing.average_s
         if silent and present.failed_s is not None:
-            is_late |= now_s >= present.failed_s + max(self._timing.others_s, present.failed_s - present.since_s)
+            # Who hears that others have given up waits as long again before it says so.
+            is_late |= now_s >= 2 * present.failed_s - present.since_s + self._timing.others_s
             unreached |= silent if is_late else set()
         self.round.late |= silent if is_late else set()
         more = self._come_since(cut) & roster
@@ -462,15 +463,15 @@ class Leader:
             else:  # of accuser and accused, all of their votes
                 votes = {epoch.vote_of(seat) for seat in left_out}
                 left = {seat for seat in left if epoch.vote_of(seat) not in votes}
-        self.round.unreached |= unreached
+        self.round.unreached = self.round.unreached | unreached if left else set()
         everybody = set(ready) & roster
         reached = everybody - self.round.unreached
         is_unknown = not gone and present.accuses_nobody(epoch)
-        suspects = in_turn(epoch, reached, attempt + epoch.id.number) if is_unknown else set()
-        others = reached - suspects
-        if suspects and (epoch.is_quorum(others, roster) if epoch.is_divided else attempt % MAX_TRIES):
+        suspects = in_turn(epoch, reached, attempt) if is_unknown else None
+        others = reached - (suspects or set())
+        if suspects and (not epoch.is_divided or epoch.is_quorum(others, roster)):
             blamed, left, unreached = (), others, suspects
-        elif attempt % MAX_TRIES == 0 or not left:
+        elif suspects is not None or attempt % MAX_TRIES == 0 or not left:
             blamed, left = (), reached
             if epoch.is_divided and not epoch.is_quorum(left, roster):  # who is not accused does not agree to it
                 left, self.round.unreached = everybody, set()

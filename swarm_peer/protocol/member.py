@@ -450,7 +450,8 @@ class Member:
 
     def _counted(self, working: OpenRound, epoch: Epoch) -> Counted:
         made, number = working.computed, working.number
-        if made.lacks_receipts and made.claimed >= 2 * self._context.batch and self._context.num_stages > 1:
+        may_launch_more = made.claimed < 2 * self._context.batch or self._context.num_stages == 1
+        if not may_launch_more and made.lacks_receipts(self.me, number):
             # It may launch no more, and what others have lost of it would keep the round open for ever.
             working.is_void = True
         receipts = tuple(receipt for _, receipt in sorted(made.receipts.items()))

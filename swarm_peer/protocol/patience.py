@@ -126,7 +126,9 @@ class Waits:
         passed_s, self._looked_s = min(now_s - self._looked_s, timing.resend_s), now_s
         cut = member.averaging
         if member.num_voids != self._num_voids:
-            self._add(self._worked_s * (1 + 1 / WORK_PER_WAIT), is_work=False)
+            # No one word costs it the lead: another stage may have made its entry anew.
+            lost_s = min(self._worked_s * (1 + 1 / WORK_PER_WAIT), timing.stuck_s / 2)
+            self._add(lost_s, is_work=False)
             self._num_voids, self._worked_s = member.num_voids, 0.0
         if member.log.next_round != self._round:
             self._worked_s = 0.0

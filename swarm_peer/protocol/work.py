@@ -124,11 +124,11 @@ class Computed:
     receipts: dict[Seat, Signed[Receipt]] = field(default_factory=dict)
     callers: dict[Seat, int] = field(default_factory=dict)
 
-    @property
-    def lacks_receipts(self) -> bool:
+    def lacks_receipts(self, me: Seat, number: int) -> bool:
         """Whether all that it has launched was computed, at stage 0, and seats of stage 1 have signed for less."""
-        done = num_windows(self.samples)
-        return done >= self.claimed and sum(each.body.samples for each in self.receipts.values()) < done
+        done, receipts = num_windows(self.samples), (signed.body for signed in self.receipts.values())
+        fitting = [each.samples for each in receipts if (each.caller, each.round, each.base) == (me, number, self.base)]
+        return done >= self.claimed and sum(fitting) < done
 
 
 @dataclass

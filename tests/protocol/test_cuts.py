@@ -137,7 +137,7 @@ def test_who_says_nothing_while_most_have_no_result_is_left_out_soon_and_for_som
         blames(leader, seat, LIES)
     leader._cut_again_after_failure(1.0, BEFORE, BASE, leader.round.attempt)
     assert leader.round.attempt.cut.attempt == 0, "it may yet say whom it blames"
-    leader._cut_again_after_failure(1.0 + timing.others_s, BEFORE, BASE, leader.round.attempt)
+    leader._cut_again_after_failure(2.0 + timing.others_s, BEFORE, BASE, leader.round.attempt)
     assert set(leader.round.attempt.cut.seats) == {LEADS, MATE, DIES}
     leader._patience.end_round(BEFORE, STAGE_1, leader.round.late, leader.round.attempt.left_out)
     leader.round.attempt = None

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 from quiet import Quiet
 
+from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.leader import Leader
-from swarm_peer.protocol.log import Blamed
-from swarm_peer.protocol.messages import Begin
+from swarm_peer.protocol.log import Blamed, Pass, Receipt
+from swarm_peer.protocol.messages import Begin, Said
 from swarm_peer.protocol.round_rules import RoundRules
-from swarm_peer.protocol.statements import Seat, Signed, hash_of
+from swarm_peer.protocol.statements import EpochId, Seat, Signed, hash_of
+from swarm_peer.protocol.work import Computed
 
 LONG_S = 400.0
 
@@ -49,7 +51,7 @@ def entries_of(run, liar, stage=0):
     return next(c.members[stage].log.committed for c in run.cores if stage in c.members and c.membership.me != liar)
 
 
-def alone_in(run, liar):
+def alone_in(run, liar, until_s=LONG_S):
     """The rounds whose entries, as others have them, are of one member alone, while time passes."""
     found = set()
 
@@ -57,7 +59,7 @@ def alone_in(run, liar):
         newest = entries_of(run, liar)[-1:]
         found.update(each.entry.cut.round for each in newest if len(each.entry.cut.seats) == 1)
 
-    run.run_until(LONG_S, look)
+    run.run_until(until_s, look)
     return found
 
 
@@ -205,3 +207,62 @@ def test_one_peer_can_lead_two_stages():
     run.run_until(60)
     assert {liar_of(run, stage).peer for stage in (0, 1)} == {"both"}
     assert min(run.next_round(0), run.next_round(1)) > 10
+
+
+@pytest.mark.parametrize("tickets", [3, 4])
+def test_who_accuses_one_that_makes_it_fail_agrees_to_be_left_out_with_it(tickets):
+    """A member sends one mate alone a wrong average, once the others have theirs, and agrees to nothing."""
+    run = Quiet(RoundRules(num_stages=1, batch=8, roots_every=(0,)))
+    for number in range(tickets):
+        run.add(f"p{number}", {0}, ticket=f"of {number}")
+    run.run_until(40)
+    average, send, (_, victim, *_, liar) = run.driver._average, run.send, run.cores[0].epoch.roster(0)
+
+    def lies(process, sent):
+        passes = [
+            each for _, each in sent if isinstance(each.body, Said) and isinstance(each.body.statement.body, Pass)
+        ]
+        send(process, [each for each in sent if process.peer != liar.peer or each[1] not in passes])
+
+    def fails(process, member, cut):
+        if not {victim, liar} <= set(cut.seats):
+            average(process, member, cut)
+        elif member.me in (victim, liar):
+            member.failed(cut, frozenset({liar}) if member.me == victim else frozenset())
+        else:
+            member.averaged(cut, hash_of(("update", cut.parts)))
+
+    run.driver._average, run.send = fails, lies
+    leader, before = liar_of(run), run.next_round()
+    run.run_until(240)
+    assert run.next_round() > before + 20
+    assert liar_of(run) == leader
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_with_few_tickets_nobody_is_taken_alone_before_each_was_left_out(bad):
+    run = Quiet(RoundRules(num_stages=1, batch=4, roots_every=(0,)))
+    for number in range(5):
+        run.add(f"p{number}", {0})
+    run.run_until(40)
+    average, bad_one = run.driver._average, run.processes[f"p{bad}"].core.membership.me
+
+    def fails(process, member, cut):
+        if bad_one not in cut.seats or len(cut.seats) == 1:
+            average(process, member, cut)
+        else:
+            member.failed(cut, frozenset())
+
+    run.driver._average = fails
+    before = run.next_round()
+    assert alone_in(run, None, 200) == set()
+    assert run.next_round() > before + 20
+
+
+def test_receipts_of_other_heads_are_none():
+    me, other = Seat("a", 1, "a"), Seat("b", 1, "b")
+    made = Computed(base=("x", "y"), claimed=4, samples=[WindowRange(0, 0, 0, 4)])
+    epoch = EpochId(1, me, 0)
+    for base, lacks in ((("x", "z"), True), (("x", "y"), False)):
+        made.receipts = {other: Signed(Receipt(other, epoch, me, 3, 4, base), b"")}
+        assert made.lacks_receipts(me, 3) is lacks

@@ -3,7 +3,7 @@
 import pytest
 from quiet import Quiet
 
-from swarm_peer.protocol.epochs import COORDINATORS, KEPT_EPOCHS, Certified, Epoch, Place
+from swarm_peer.protocol.epochs import COORDINATORS, KEPT_EPOCHS, MAX_VOTERS, Certified, Epoch, Place
 from swarm_peer.protocol.known_epochs import KnownEpochs
 from swarm_peer.protocol.round_rules import RoundRules
 from swarm_peer.protocol.statements import Accepted, Ballot, EpochId, KeySigned, Seat, Signed
@@ -173,6 +173,14 @@ def test_who_chose_alone_once_puts_nothing_in_the_place_of_the_newest_epoch(firs
         assert own.learn([key_signed(other)]), "the run key says which one counts"
         assert not own.learn([key_signed(newest)] if newest.epoch.hash > other.epoch.hash else [newest])
         assert own.newest == other.epoch
+
+
+def test_an_epoch_with_more_statements_than_one_can_have_is_passed_over(first):
+    own = KnownEpochs(first)
+    own.learn(chain := epochs(first.epoch, 2, OTHER))
+    fat = key_signed(chain[0])
+    own.learn([Certified(fat.epoch, (*fat.certificate, *(fat.certificate[:1] * MAX_VOTERS)))])
+    assert own.chain == (first, *chain)
 
 
 def test_the_run_key_s_copy_of_an_epoch_is_where_others_begin(first):
