@@ -62,9 +62,8 @@ def in_turn(epoch: Epoch, seats: Collection[Seat], attempt: int) -> set[Seat] | 
 def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:
     """Whether a seat that is ready agrees to be left out of a cut, for what was said about the one before.
 
-    Both it and its accuser were in that one. All of its accuser's vote are left out as well, or all of somebody's whom
-    it accuses itself; or most votes of the cut before accuse it. A seat that was not in it, or has another life or
-    ticket, is anybody's invention.
+    It was in that one, and accuses a member of that, or is accused by one, and the cut lacks the votes of these two
+    alone; or most votes of that one accuse it. A seat of another life or ticket than were in it is anybody's invention.
 
     Args:
         epoch: of the cut
@@ -75,5 +74,7 @@ def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool
     accusers = {body.author for body in about_it if seat in body.seats} & set(before.seats)
     accused = {each for body in about_it if body.author == seat for each in body.seats} & set(before.seats)
     votes = {epoch.vote_of(each) for each in cut.seats}
-    is_pair = any(epoch.vote_of(each) not in votes for each in accusers | accused)
+    lacking = {epoch.vote_of(each) for each in before.seats if each in epoch.roster(cut.stage)} - votes
+    others = {epoch.vote_of(each) for each in accusers | accused} - votes
+    is_pair = any(lacking <= {epoch.vote_of(seat), other} for other in others)
     return is_pair or epoch.is_quorum(accusers, before.seats)

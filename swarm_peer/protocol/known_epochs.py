@@ -11,8 +11,6 @@ from swarm_peer.protocol.statements import EpochId, KeySigned, Sign
 ANCHORED_EVERY = KEPT_EPOCHS // 2
 # Places and statements of epochs in one message of 1 MiB; a seat that has missed more asks again.
 MAX_TOLD = 2500
-# Statements in a certificate: those of all voters, and of the run key. With more of them, all would tell them on.
-MAX_CERTIFICATE = MAX_VOTERS + 1
 
 
 class KnownEpochs:
@@ -67,7 +65,7 @@ class KnownEpochs:
         has_changed = False
         for certified in epochs:
             epoch, own = certified.epoch, self.newest
-            if len(certified.certificate) > MAX_CERTIFICATE:
+            if len(certified.certificate) > MAX_VOTERS + certified.is_of_key:  # all would tell them on
                 continue
             is_certified = certified.is_of_key or (before is not None and certified.follows(before))
             if epoch.id > own.id and (certified.is_of_key or certified.follows(own)):

@@ -338,7 +338,8 @@ class Leader:
         if present.ready and ((has_most and not missing) or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
             kept = set(present.ready) - self._patience.left_out(epoch, present.ready)
-            kept = kept if epoch.is_divided and epoch.is_quorum(kept, roster) else set(present.ready)
+            has_enough = epoch.is_quorum(kept, roster) if epoch.is_divided else bool(kept)
+            kept = kept if has_enough else set(present.ready)
             self._cut(now_s, epoch, base, sorted(kept), 0)
 
     def _cut(
@@ -440,7 +441,7 @@ class Leader:
             present.failed_s = now_s
         is_late = now_s > present.since_s + self._timing.average_s
         if silent and present.failed_s is not None:
-            # Who hears that others have given up waits as long again before it says so.
+            # A member that hears of others' failure waits as long again before it says so.
             is_late |= now_s >= 2 * present.failed_s - present.since_s + self._timing.others_s
             unreached |= silent if is_late else set()
         self.round.late |= silent if is_late else set()

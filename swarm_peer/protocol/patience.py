@@ -104,8 +104,8 @@ class Waits:
 
     Time in which it has work of its own makes up for some of that, and so does each round that ends. An average is such
     work once an entry is of its cut. Once another cut has come, it was waiting: a leader that has members average in
-    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame. What a
-    member had computed of a round was waiting as well, once its leader has told of other heads.
+    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame. A member
+    was waiting as well for as long as it computed what its leader has it give up, but for the first time.
 
     Attributes:
         waited_s: more than what was made up for
@@ -117,7 +117,9 @@ class Waits:
         self._looked_s = now_s
         self._averaged: tuple[Cut, float] | None = None
         self._excused = set[Seat]()
-        self._round = self._num_voids = 0
+        self._round = 0
+        self._num_voids: int | None = None
+        self._has_voided = False
         self._worked_s = 0.0
 
     def look(self, now_s: float, member: Member, timing: Timing) -> bool:
@@ -125,11 +127,13 @@ class Waits:
         # More is a stall of this process.
         passed_s, self._looked_s = min(now_s - self._looked_s, timing.resend_s), now_s
         cut = member.averaging
+        if self._num_voids is None:
+            self._num_voids = member.num_voids
         if member.num_voids != self._num_voids:
-            # No one word costs it the lead: another stage may have made its entry anew.
-            lost_s = min(self._worked_s * (1 + 1 / WORK_PER_WAIT), timing.stuck_s / 2)
-            self._add(lost_s, is_work=False)
-            self._num_voids, self._worked_s = member.num_voids, 0.0
+            # But for the first time: another stage may have made its entry anew.
+            if self._has_voided:
+                self._add(self._worked_s * (1 + 1 / WORK_PER_WAIT), is_work=False)
+            self._has_voided, self._num_voids, self._worked_s = True, member.num_voids, 0.0
         if member.log.next_round != self._round:
             self._worked_s = 0.0
             self.waited_s = max(0.0, self.waited_s - FREE_S * max(member.log.next_round - self._round, 0))

@@ -1,4 +1,4 @@
-"""What the members of a stage have signed already, as a new leader learns it. Pure."""
+"""Entries that the members of a stage have signed already, as a new leader learns them. Pure."""
 
 from __future__ import annotations
 

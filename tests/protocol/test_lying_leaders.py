@@ -125,6 +125,32 @@ def test_a_leader_that_accuses_all_others_about_a_cut_of_itself_gets_no_agreemen
     assert run.next_round() > before + 10
 
 
+def test_a_leader_that_has_all_accuse_one_gets_no_agreement_to_train_alone(run, monkeypatch):
+    """It sends one member a part that does not fit: that one blames it, and the others blame that one."""
+    liar, cut, (_, victim, *_) = liar_of(run), Leader._cut, run.cores[0].epoch.roster(0)
+    average, lies = run.driver._average, []
+
+    def fails(process, member, each):
+        if {liar, victim} <= set(each.seats) and member.me != liar:
+            member.failed(each, frozenset({liar if member.me == victim else victim}))
+        elif member.me != liar or len(each.seats) == 1:
+            average(process, member, each)
+
+    def lying(self, now_s, epoch, base, seats, attempt, blamed=(), left_out=()):
+        before = self.round.attempt
+        if self._member.me == liar and before is not None and len(before.cut.seats) > 1:
+            lies.append(now_s)
+            accused = tuple(each for seat, each in before.blamed.items() if seat != victim)
+            seats, blamed = [liar], accused
+        cut(self, now_s, epoch, base, seats, attempt, blamed, left_out)
+
+    run.driver._average = fails
+    monkeypatch.setattr(Leader, "_cut", lying)
+    assert alone_in(run, liar) == set()
+    assert lies
+    assert liar_of(run) != liar
+
+
 @pytest.mark.parametrize("has_result", [True, False], ids=["another result for each", "nobody knows who"])
 @pytest.mark.parametrize("tickets", ["few", "many"])
 def test_rounds_go_on_without_one_with_whom_all_averages_fail(has_result, tickets):

@@ -181,6 +181,9 @@ def test_an_epoch_with_more_statements_than_one_can_have_is_passed_over(first):
     fat = key_signed(chain[0])
     own.learn([Certified(fat.epoch, (*fat.certificate, *(fat.certificate[:1] * MAX_VOTERS)))])
     assert own.chain == (first, *chain)
+    other = KnownEpochs(first)
+    other.learn([Certified(chain[0].epoch, chain[0].certificate * (MAX_VOTERS + 1)), chain[1]])
+    assert other.chain == (first,), "with the run key's signature nobody would take it any more"
 
 
 def test_the_run_key_s_copy_of_an_epoch_is_where_others_begin(first):

@@ -117,3 +117,13 @@ def test_a_leader_that_has_its_members_give_up_what_they_compute_has_them_wait()
         now_s += 1.0
         member.num_voids = int(now_s // 5)
     assert TIMING.stuck_s < now_s < TIMING.stuck_s + 10.0
+
+
+def test_a_leader_that_tells_of_other_heads_once_keeps_the_lead():
+    log = SimpleNamespace(next_round=0, committed=())
+    member = SimpleNamespace(log=log, averaging=None, is_waiting=False, num_voids=3)
+    waits = Waits(0.0, None)
+    for now_s in range(1000):
+        member.num_voids = 3 + (now_s > 500)
+        assert not waits.look(float(now_s), member, TIMING)
+    assert waits.waited_s == 0.0
