@@ -107,7 +107,7 @@ class KnownEpochs:
         self._past[certified.epoch.id] = certified
 
     def _forget(self) -> None:
-        """Forget what nobody may have to show. All else keeps its way to the run key, without which nobody believes it."""
+        """Forget what nobody may have to show. The rest keeps its way to the run key, or nobody would believe it."""
         needed = {*self._followed, *self.named()}
         newest = [past for past in self._past if past not in needed][-self.kept :]
         ways = {each.epoch.id for past in (*needed, *newest) for each in self.up_to(past)}
