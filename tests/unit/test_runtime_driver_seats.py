@@ -8,8 +8,9 @@ import anyio
 import torch
 from anyio.lowlevel import checkpoint_if_cancelled
 from contexts import MovedClock
+from driving import At, Shop
 from test_attacks import FIRST, RULES, A, B, D, Stage, X, epoch_of, signs_as
-from test_runtime_driver import At, Nobody, Shop
+from test_runtime_driver import Nobody
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.protocol.epochs import BEGINNING
