@@ -42,10 +42,11 @@ def to_leave_out(
     return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)
 
 
-def in_turn(epoch: Epoch, seats: Collection[Seat], attempt: int) -> set[Seat] | None:
+def in_turn(epoch: Epoch, seats: Collection[Seat], number: int, attempt: int) -> set[Seat] | None:
     """All seats of one vote, another one in each attempt: where nobody says who is to blame, each is left out once.
 
     Args:
+        number: of the round; each round begins with another vote
         attempt: 1 for the first one after a failure
 
     Returns:
@@ -56,7 +57,7 @@ def in_turn(epoch: Epoch, seats: Collection[Seat], attempt: int) -> set[Seat] | 
         return None
     if attempt % (len(votes) + 1) == 0:
         return set()
-    return {seat for seat in seats if epoch.vote_of(seat) == votes[(attempt + epoch.id.number) % len(votes)]}
+    return {seat for seat in seats if epoch.vote_of(seat) == votes[(attempt + number) % len(votes)]}
 
 
 def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:
@@ -76,5 +77,12 @@ def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool
     votes = {epoch.vote_of(each) for each in cut.seats}
     lacking = {epoch.vote_of(each) for each in before.seats if each in epoch.roster(cut.stage)} - votes
     others = {epoch.vote_of(each) for each in accusers | accused} - votes
-    is_pair = any(lacking <= {epoch.vote_of(seat), other} for other in others)
-    return is_pair or epoch.is_quorum(accusers, before.seats)
+    pairs = [{epoch.vote_of(seat), other} for other in others if lacking <= {epoch.vote_of(seat), other}]
+    if epoch.is_quorum(accusers, before.seats):
+        pairs.append(lacking)
+    return any(holds_most(epoch, cut.stage, cut.seats, pair) for pair in pairs)
+
+
+def holds_most(epoch: Epoch, stage: int, seats: Collection[Seat], without: Collection[str]) -> bool:
+    """Whether some seats have most votes of a stage, of those that are not left out: else a leader could choose few."""
+    return epoch.is_quorum(seats, [seat for seat in epoch.roster(stage) if epoch.vote_of(seat) not in without])

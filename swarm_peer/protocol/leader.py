@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from swarm_peer.policy.data.ranges import WindowRange
-from swarm_peer.protocol.accusations import in_turn, to_leave_out
+from swarm_peer.protocol.accusations import holds_most, in_turn, to_leave_out
 from swarm_peer.protocol.attempts import Attempt, Round
 from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
@@ -338,8 +338,7 @@ class Leader:
         if present.ready and ((has_most and not missing) or now_s >= present.first_ready_s + self._timing.ready_s):
             present.late |= missing
             kept = set(present.ready) - self._patience.left_out(epoch, present.ready)
-            has_enough = epoch.is_quorum(kept, roster) if epoch.is_divided else bool(kept)
-            kept = kept if has_enough else set(present.ready)
+            kept = kept if epoch.is_quorum(kept, roster) else set(present.ready)
             self._cut(now_s, epoch, base, sorted(kept), 0)
 
     def _cut(
@@ -464,11 +463,13 @@ class Leader:
             else:  # of accuser and accused, all of their votes
                 votes = {epoch.vote_of(seat) for seat in left_out}
                 left = {seat for seat in left if epoch.vote_of(seat) not in votes}
+                if epoch.is_divided and votes and not holds_most(epoch, cut.stage, left, votes):
+                    left = set()  # those who are left out would not agree
         self.round.unreached = self.round.unreached | unreached if left else set()
         everybody = set(ready) & roster
         reached = everybody - self.round.unreached
         is_unknown = not gone and present.accuses_nobody(epoch)
-        suspects = in_turn(epoch, reached, attempt) if is_unknown else None
+        suspects = in_turn(epoch, reached, cut.round, attempt) if is_unknown else None
         others = reached - (suspects or set())
         if suspects and (not epoch.is_divided or epoch.is_quorum(others, roster)):
             blamed, left, unreached = (), others, suspects

@@ -125,9 +125,10 @@ def test_a_leader_that_accuses_all_others_about_a_cut_of_itself_gets_no_agreemen
     assert run.next_round() > before + 10
 
 
-def test_a_leader_that_has_all_accuse_one_gets_no_agreement_to_train_alone(run, monkeypatch):
+@pytest.mark.parametrize("first", [3, 5])
+def test_a_leader_that_has_others_accuse_one_gets_no_agreement_to_train_alone(run, monkeypatch, first):
     """It sends one member a part that does not fit: that one blames it, and the others blame that one."""
-    liar, cut, (_, victim, *_) = liar_of(run), Leader._cut, run.cores[0].epoch.roster(0)
+    liar, cut, (_, victim, third, *_) = liar_of(run), Leader._cut, run.cores[0].epoch.roster(0)
     average, lies = run.driver._average, []
 
     def fails(process, member, each):
@@ -142,6 +143,8 @@ def test_a_leader_that_has_all_accuse_one_gets_no_agreement_to_train_alone(run, 
             lies.append(now_s)
             accused = tuple(each for seat, each in before.blamed.items() if seat != victim)
             seats, blamed = [liar], accused
+        elif self._member.me == liar:
+            seats = seats if first == 5 else sorted({liar, victim, third})
         cut(self, now_s, epoch, base, seats, attempt, blamed, left_out)
 
     run.driver._average = fails
