@@ -72,9 +72,9 @@ class KnownEpochs:
                 self._follow([*self._chain, self._anchored(certified)])
             elif epoch.id == own.id and self._takes_the_place_of_newest(certified):
                 self._follow([*self._chain[:-1], certified])
-            elif certified.is_of_key and (known := self._followed.get(epoch.id)) and known.epoch == epoch:
+            elif certified.is_of_key and self._lacks_key_of(epoch):
                 # A place to begin from: those before it are not told any more.
-                self._follow([certified if each is known else each for each in self._chain])
+                self._follow([certified if each.epoch.id == epoch.id else each for each in self._chain])
             # A seat that was a voter once can certify others than have followed, also later ones than the newest.
             elif is_certified and epoch.id <= own.id and self.epoch_of(epoch.id) in (None, epoch):
                 self._remember(certified if certified.is_of_key else self._certified(epoch.id) or certified)
@@ -84,6 +84,11 @@ class KnownEpochs:
         if len(self._past) > self.kept + self._num_needed:
             self._forget()
         return has_changed
+
+    def _lacks_key_of(self, epoch: Epoch) -> bool:
+        """Whether an epoch is in the chain without the run key's signature."""
+        known = self._followed.get(epoch.id)
+        return known is not None and known.epoch == epoch and not known.is_of_key
 
     def _takes_the_place_of_newest(self, certified: Certified) -> bool:
         """Two epochs of one id are a liar's work: all take the one that the run key has signed, or else the same one.

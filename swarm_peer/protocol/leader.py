@@ -447,8 +447,8 @@ class Leader:
         more = self._come_since(cut) & roster
         # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.
         is_of_old = epoch.id != cut.epoch and not silent
-        has_split = not present.has_result(epoch)
-        has_failed = bool(present.blamed or has_split or (more and present.most_s is None)) and not silent
+        has_none = not present.has_result(epoch)
+        has_failed = bool(present.blamed or has_none or (more and present.most_s is None)) and not silent
         if not gone and not is_late and not is_of_old and not has_failed:
             return
         self.round.tried |= more
