@@ -140,9 +140,9 @@ class Invariants:
         self.num_slices = about["num_slices"] or self.num_slices
 
     def _launching(self, call: Any, launcher: BatchLauncher) -> Any:
-        batch = call()
-        if batch.id:
-            self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples))
+        if (batch := call()) is None:
+            return None
+        self.records.microbatches.setdefault(batch.id, (batch.tokens_BS, batch.samples))
         for name, tokens in zip(batch.samples, batch.tokens_BS, strict=True):
             if not torch.equal(self._tokens.setdefault(name, tokens), tokens):
                 self.tube.violation(f"{HOST.get()} launches {name} with other tokens than that name had before")

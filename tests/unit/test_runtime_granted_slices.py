@@ -155,6 +155,49 @@ def test_a_slice_that_another_seat_reads_is_put_away():
     assert desk.member.reads.slices == granted.slices[1:]
 
 
+def test_who_has_lost_its_place_reads_nothing_of_before():
+    """Its slices were granted to others. What it had drawn of them is void."""
+
+    async def run():
+        desk = Desk(4, 4)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            drawn = await desk.draw(2)
+            assert desk.slices.may_launch(drawn)
+            before, desk.member = desk.member, Member(me=ME, stage=0, restart=BEGINNING, context=desk.context)
+            desk.member.reign = REIGN
+            desk.member.reached(desk.member.log.head, before.ledger)
+            assert not desk.slices.may_launch(drawn)
+            desk.slices.follow()
+            assert desk.member.reads.slices == ()
+            assert not desk.slices.may_launch(drawn)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
+def test_a_slice_whose_work_is_lost_is_granted_again_in_the_same_round():
+    """Else a seat that has read all slices that it may hold could not fill the round, which would never end."""
+
+    async def run():
+        desk = Desk(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            first = await desk.draw(2)
+            assert desk.slices.counted(desk.present, first, base=("head",), weight=2)
+            desk.slices.tell_ends(desk.present)
+            desk.ask()
+            assert SliceId(0, 0) in desk.member.reads.slices, "the round is open: its entry will hold them"
+            desk.member.work.void(desk.present.number)
+            desk.slices.follow()
+            assert SliceId(0, 0) not in desk.member.reads.slices
+            again = [sample for _ in range(4) for sample in await desk.draw(2)]
+            assert set(first) <= set(again)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
 def test_a_grant_that_the_reader_has_yet_to_follow_is_not_put_away():
     desk = Desk(4, 4)
     desk.slices.follow()
@@ -265,6 +308,32 @@ async def test_once_the_run_is_over_failed_microbatches_are_no_warning(is_over, 
     assert [(record.levelno, record.message.split()[0]) for record in caplog.records] == [(level, "microbatch_failed")]
 
 
+@pytest.mark.parametrize("has_another", ["counted it", "been granted its slice", "neither"])
+async def test_a_sample_that_another_seat_may_have_read_is_not_launched(has_another):
+    """It would cost the whole contribution that names it."""
+    desk = Desk(4)
+    launcher = launcher_of(desk)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(desk.pool.run)
+        desk.ask()
+        await launcher._draw()
+        tasks.cancel_scope.cancel()
+    [batch] = launcher._waiting
+    batch.place, desk.present.computed.claimed = (desk.present.number, 0), launcher._size  # it has failed once
+    if has_another == "counted it":
+        desk.member.ledger.add([WindowRange(0, 0, 0, 1)])
+    elif has_another == "been granted its slice":
+        desk.member.take_grant(Grant(REIGN, desk.member.granted.number + 1, (), 0, 4))
+        desk.slices.follow()
+    if has_another == "neither":
+        assert launcher._take_waiting() is batch
+        return
+    assert launcher._take_waiting() is None
+    assert launcher._waiting == []
+    assert desk.present.computed.claimed == 0, "another batch may take its place"
+    assert not any(reading.in_flight for reading in desk.slices._held.values()), "the slice can come to its end"
+
+
 async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
     """The core goes back first, and the slices follow. A place that such a batch took would be nobody's."""
     desk = Desk(4, 4)
@@ -281,8 +350,5 @@ async def test_what_was_drawn_before_the_run_went_back_takes_no_place():
     desk.member.reign = REIGN
     desk.member.reached(desk.member.log.head, Ledger(2))
     core.rounds.current.number = desk.present.number
-    batch = launcher._take_waiting()
-    assert launcher._is_void(batch)
+    assert launcher._take_waiting() is None
     assert desk.present.computed.claimed == 0
-    desk.slices.follow()
-    assert launcher._is_void(batch)

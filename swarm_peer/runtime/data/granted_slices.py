@@ -26,12 +26,10 @@ class _Reading:
 
     Attributes:
         in_flight: windows that were drawn, and have neither counted nor been given up
-        last_round: in which one of its windows has counted
         end: its end, once that is found and has yet to be told
         is_read: whether all of it was read
     """
 
-    last_round: int
     in_flight: set[int] = field(default_factory=set)
     end: WindowRange | None = None
     is_read: bool = False
@@ -54,6 +52,7 @@ class GrantedSlices:
         self._member = member
         self._num_readers = num_readers
         self._held: dict[SliceId, _Reading] = {}
+        self._follows: Member | None = None  # whose grants these are
         self._seen: tuple[EpochId, int] | None = None
 
     def follow(self) -> None:
@@ -61,8 +60,8 @@ class GrantedSlices:
         member = self._member()
         if member is None or member.ledger is None:
             return
-        if member.log.restart != self.restart:
-            self._begin(member.log.restart)
+        if member is not self._follows or member.log.restart != self.restart:
+            self._begin(member)  # others were granted what this seat read in a place that it has lost
         self._note_ends()
         granted = member.granted
         if granted is not None and granted.reign == member.reign:
@@ -72,19 +71,21 @@ class GrantedSlices:
                 self._seen = granted.reign, granted.number
                 for slice_id in granted.slices:
                     if slice_id not in self._held and not member.ledger.is_finished(slice_id):
-                        self._held[slice_id] = _Reading(member.log.next_round)
+                        self._held[slice_id] = _Reading()
                         self._pool.add_lease(slice_id, member.ledger.uncounted(slice_id))
+        undecided = {item.slice_id for each in member.work.open.values() for item in each.computed.samples}
         for slice_id, reading in list(self._held.items()):
-            is_told = self._is_through(slice_id) and reading.end is None
-            if member.ledger.is_finished(slice_id) or (is_told and reading.last_round < member.log.next_round):
+            # Entries hold what was read of it, or that is void, and to be read again.
+            is_over = self._is_through(slice_id) and reading.end is None and slice_id not in undecided
+            if member.ledger.is_finished(slice_id) or is_over:
                 self._put_away(slice_id)
         member.reads = Reads(tuple(sorted(self._held)), self._pool.num_wanted(self._num_readers()), granted)
 
-    def _begin(self, restart: Restart) -> None:
+    def _begin(self, member: Member) -> None:
         for slice_id in list(self._held):
             self._put_away(slice_id)
         self._pool.take_ends()
-        self.restart, self._seen = restart, None
+        self._follows, self.restart, self._seen = member, member.log.restart, None
 
     def _put_away(self, slice_id: SliceId) -> None:
         del self._held[slice_id]
@@ -109,6 +110,23 @@ class GrantedSlices:
                 reading.in_flight.add(sample.id.window)
         return samples
 
+    def may_launch(self, samples: Iterable[SampleId]) -> bool:
+        """Whether samples that were drawn are of use: this seat reads all their slices, and none has counted.
+
+        One that another seat has read would cost the whole contribution that names it.
+        """
+        member, samples = self._member(), list(samples)
+        if member is None or member.ledger is None or member is not self._follows:
+            return False
+        has_counted = member.ledger.num_counted(ranges_of(samples)) > 0
+        return not has_counted and {each.slice_id for each in samples} <= self._held.keys()
+
+    def drop(self, samples: Iterable[SampleId]) -> None:
+        """Be through with samples that were drawn: whoever is granted their slices next reads what no entry holds."""
+        for sample in samples:
+            if (reading := self._held.get(sample.slice_id)) is not None:
+                reading.in_flight.discard(sample.window)
+
     def counted(
         self,
         present: OpenRound,
@@ -131,10 +149,8 @@ class GrantedSlices:
         work = member.work
         if not work.computed(present.number, base, weight=weight, samples=ranges, receipt=receipt, loss_sum=loss_sum):
             return False
-        self._decided(samples, present.number)
-        for item in ranges:
-            if item.is_last and (reading := self._held.get(item.slice_id)) is not None:
-                reading.end, reading.last_round = None, present.number
+        self.drop(samples)
+        self._told(ranges)
         return True
 
     def give_up(self, present: OpenRound, samples: Iterable[SampleId]) -> None:
@@ -142,7 +158,7 @@ class GrantedSlices:
         member, samples = self._member(), list(samples)
         if member is not None:
             member.work.computed(present.number, present.computed.base, weight=0, samples=ranges_of(samples))
-        self._decided(samples, present.number)
+        self.drop(samples)
 
     def tell_ends(self, present: OpenRound) -> None:
         """Tell ends of slices that no sample goes with: those of empty slices, or found late."""
@@ -150,9 +166,7 @@ class GrantedSlices:
         if member is None or not ends:
             return
         if member.work.computed(present.number, present.computed.base, weight=0, samples=ends):
-            for end in ends:
-                reading = self._held[end.slice_id]
-                reading.end, reading.last_round = None, present.number
+            self._told(ends)
 
     @property
     def has_ends(self) -> bool:
@@ -171,11 +185,10 @@ class GrantedSlices:
         reading = self._held[slice_id]
         return reading.is_read and not reading.in_flight and not self._pool.num_ready(slice_id)
 
-    def _decided(self, samples: Iterable[SampleId], number: int) -> None:
-        for sample in samples:
-            if (reading := self._held.get(sample.slice_id)) is not None:
-                reading.in_flight.discard(sample.window)
-                reading.last_round = number
+    def _told(self, ranges: Iterable[WindowRange]) -> None:
+        for item in ranges:
+            if item.is_last and (reading := self._held.get(item.slice_id)) is not None:
+                reading.end = None
 
     def complaint(self, now_s: float) -> Complaint | None:
         """This peer's trouble in reading, if it has any."""

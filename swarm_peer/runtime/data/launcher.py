@@ -153,7 +153,7 @@ class BatchLauncher:
                 elif not self._waiting:
                     self._is_drawing = True
                     tasks.start_soon(self._draw)
-                elif not self._is_void(batch := self._take_waiting()):
+                elif (batch := self._take_waiting()) is not None:
                     self._in_flight += 1
                     self._context.metrics.in_flight.set(self._in_flight)
                     tasks.start_soon(self._train, batch, entered)
@@ -232,16 +232,28 @@ class BatchLauncher:
         assert present is not None
         return present.number, present.voids
 
-    def _take_waiting(self) -> _Batch:
-        """Take a waiting batch, first those with a place in this round, and give it one."""
+    def _take_waiting(self) -> _Batch | None:
+        """Take a waiting batch, first those with a place in this round, and give it one; None if it is of no use."""
         member, place = self._member(), self._place()
         assert member is not None
         batch = next((batch for batch in self._waiting if batch.place == place), self._waiting[0])
         self._waiting.remove(batch)
-        if batch.place != place and not self._is_void(batch):
+        if self._is_void(batch):
+            return None
+        if not self._slices.may_launch(batch.samples):
+            self._slices.drop(batch.samples)
+            self._give_back_place(batch)
+            return None
+        if batch.place != place:
             member.launched(self._size)
             batch.place, batch.id = place, self._context.random.token(16)
         return batch
+
+    def _give_back_place(self, batch: _Batch) -> None:
+        """Let another batch take the place of one that is dropped."""
+        present = self._present()
+        if present is not None and batch.place == (present.number, present.voids):
+            present.computed.claimed -= self._size
 
     def _is_void(self, batch: _Batch) -> bool:
         """Whether the run has gone back since a batch was drawn, as far as the core knows: slices follow it later."""
@@ -338,8 +350,7 @@ class BatchLauncher:
             lost = f"their microbatch has failed {batch.failures} times: {reason}"
             self._context.metrics.lose(len(batch.tokens_BS), lost, round_number=present.number)
             self._slices.give_up(present, batch.samples)
-            if batch.place == (present.number, present.voids):
-                present.computed.claimed -= self._size  # another batch takes its place
+            self._give_back_place(batch)
             return
         await anyio.sleep(RELAUNCH_PAUSE_S)
         self._waiting.append(batch)
