@@ -42,22 +42,17 @@ def to_leave_out(
     return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)
 
 
-def in_turn(epoch: Epoch, seats: Collection[Seat], number: int, attempt: int) -> set[Seat] | None:
-    """All seats of one vote, another one in each attempt: where nobody says who is to blame, each is left out once.
+def in_turn(epoch: Epoch, seats: Collection[Seat], number: int, attempt: int) -> set[Seat]:
+    """Nobody, then all seats of one vote, another one in each attempt; and anew once each was left out.
 
     Args:
         number: of the round; each round begins with another vote
         attempt: 1 for the first one after a failure
-
-    Returns:
-        nobody once each was; None of fewer than three votes: those that are left could not agree without one
     """
     votes = sorted({epoch.vote_of(seat) for seat in seats})
-    if len(votes) <= 2:
-        return None
-    if attempt % (len(votes) + 1) == 0:
+    if (turn := (attempt - 1) % (len(votes) + 1)) == 0:
         return set()
-    return {seat for seat in seats if epoch.vote_of(seat) == votes[(attempt + number) % len(votes)]}
+    return {seat for seat in seats if epoch.vote_of(seat) == votes[(turn + number) % len(votes)]}
 
 
 def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Collection
 
 from swarm_peer.policy.data.ranges import WindowRange
-from swarm_peer.protocol.accusations import holds_most, in_turn, to_leave_out
-from swarm_peer.protocol.attempts import Attempt, Round
+from swarm_peer.protocol.attempts import Attempt, Round, next_try
 from swarm_peer.protocol.batch import Batch
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
@@ -56,8 +55,6 @@ from swarm_peer.protocol.work import RoundContext
 FAR_WAITED_EVERY = 8
 # Entries of other stages that wait to be judged: more than a leader hears of from one tick to the next.
 MOST_TOLD = 64
-# Attempts to average a round before one member's work is taken alone.
-MAX_TRIES = 3
 
 
 class Leader:
@@ -426,63 +423,21 @@ class Leader:
         self.round.late |= others
         return Committed(entry, agreement, self._member.closes[cut.round])
 
-    def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None, present: Attempt) -> None:
-        """Try again without those that said nothing, or without accuser and accused; then with all once more.
-
-        Where nobody knows who is to blame, it is tried without each vote in its turn.
-        """
-        cut, ready = present.cut, self.round.ready
-        roster = set(epoch.roster(self._member.stage))
-        gone = set(cut.seats) - roster
-        silent = present.silent - gone
-        unreached = set[Seat]()
-        if present.failed_s is None and epoch.is_quorum(present.blamed, cut.seats):
-            present.failed_s = now_s
-        is_late = now_s > present.since_s + self._timing.average_s
-        if silent and present.failed_s is not None:
-            # A member that hears of others' failure waits as long again before it says so.
-            is_late |= now_s >= 2 * present.failed_s - present.since_s + self._timing.others_s
-            unreached |= silent if is_late else set()
-        self.round.late |= silent if is_late else set()
-        more = self._come_since(cut) & roster
-        # All have spoken, and seats that were left out did not agree. Some of them may have no place any more.
-        is_of_old = epoch.id != cut.epoch and not silent
-        has_none = not present.has_result(epoch)
-        has_failed = bool(present.blamed or has_none or (more and present.most_s is None)) and not silent
-        if not gone and not is_late and not is_of_old and not has_failed:
+    def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None, attempt: Attempt) -> None:
+        present, roster = self.round, epoch.roster(self._member.stage)
+        more = self._come_since(attempt.cut) & set(roster)
+        failure = attempt.failure(now_s, epoch, self._timing, has_more=bool(more))
+        if failure is None:
             return
-        self.round.tried |= more
-        attempt = cut.attempt + 1
-        blamed: tuple[Signed[Blamed], ...] = ()
-        left = (set(cut.seats) & set(ready) & roster - (silent if is_late else set())) | more
-        if not gone and not silent:
-            left_out, blamed = to_leave_out(epoch, cut, present.blamed)
-            left -= left_out
-            if len(blamed) > 1:
-                unreached |= left_out
-            else:  # of accuser and accused, all of their votes
-                votes = {epoch.vote_of(seat) for seat in left_out}
-                left = {seat for seat in left if epoch.vote_of(seat) not in votes}
-                if epoch.is_divided and votes and not holds_most(epoch, cut.stage, left, votes):
-                    left = set()  # those who are left out would not agree
-        self.round.unreached = self.round.unreached | unreached if left else set()
-        everybody = set(ready) & roster
-        reached = everybody - self.round.unreached
-        is_unknown = not gone and present.accuses_nobody(epoch)
-        suspects = in_turn(epoch, reached, cut.round, attempt) if is_unknown else None
-        others = reached - (suspects or set())
-        if suspects and (not epoch.is_divided or epoch.is_quorum(others, roster)):
-            blamed, left, unreached = (), others, suspects
-        elif suspects is not None or attempt % MAX_TRIES == 0 or not left:
-            blamed, left = (), reached
-            if epoch.is_divided and not epoch.is_quorum(left, roster):  # who is not accused does not agree to it
-                left, self.round.unreached = everybody, set()
-            if not epoch.is_divided and left:
-                left = {max(left, key=lambda seat: (ready[seat].part.weight, seat))}
-        if left:
-            self._cut(now_s, epoch, base, sorted(left), attempt, blamed, unreached)
-        else:
-            self.round = Round(self.round.number)
+        present.late |= failure.late
+        present.tried |= more
+        weights = {seat: present.ready[seat].part.weight for seat in roster if seat in present.ready}
+        chosen = next_try(epoch, attempt, failure, weights, more, present.unreached)
+        if chosen is None:
+            self.round = Round(present.number)
+            return
+        present.unreached = chosen.unreached
+        self._cut(now_s, epoch, base, sorted(chosen.seats), attempt.cut.attempt + 1, chosen.blamed, chosen.left_out)
 
     def _come_since(self, cut: Cut) -> set[Seat]:
         """The seats that have become ready since a cut was made, and so do not agree that it is made without them."""

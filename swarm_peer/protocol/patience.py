@@ -25,6 +25,8 @@ OWN_AFTER = 16
 WORK_PER_WAIT = 4
 # A member thinks nothing of so many seconds of waiting in each round: messages take their time.
 FREE_S = 3.0
+# What an honest leader does now and then is excused once in so many rounds.
+EXCUSED_EVERY = 16
 
 
 @dataclass
@@ -104,8 +106,9 @@ class Waits:
 
     Time in which it has work of its own makes up for some of that, and so does each round that ends. An average is such
     work once an entry is of its cut. Once another cut has come, it was waiting: a leader that has members average in
-    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame. A member
-    was waiting as well for as long as it computed what its leader has it give up, but for the first time.
+    vain does nothing. But once for each seat, a leader may leave it out then, and so find who was to blame; and now and
+    then it may try with the same ones again. A member was waiting as well for as long as it computed what its leader
+    has it give up, but for now and then: another stage may have made its entry anew.
 
     Attributes:
         waited_s: more than what was made up for
@@ -118,8 +121,8 @@ class Waits:
         self._averaged: tuple[Cut, float] | None = None
         self._excused = set[Seat]()
         self._round = 0
+        self._excused_in: dict[str, int] = {}
         self._num_voids: int | None = None
-        self._has_voided = False
         self._worked_s = 0.0
 
     def look(self, now_s: float, member: Member, timing: Timing) -> bool:
@@ -130,10 +133,9 @@ class Waits:
         if self._num_voids is None:
             self._num_voids = member.num_voids
         if member.num_voids != self._num_voids:
-            # But for the first time: another stage may have made its entry anew.
-            if self._has_voided:
+            if not self._is_excused("a void"):
                 self._add(self._worked_s * (1 + 1 / WORK_PER_WAIT), is_work=False)
-            self._has_voided, self._num_voids, self._worked_s = True, member.num_voids, 0.0
+            self._num_voids, self._worked_s = member.num_voids, 0.0
         if member.log.next_round != self._round:
             self._worked_s = 0.0
             self.waited_s = max(0.0, self.waited_s - FREE_S * max(member.log.next_round - self._round, 0))
@@ -163,9 +165,15 @@ class Waits:
             return
         left_out = set(before.seats) - set(cut.seats) - self._excused
         self._excused |= left_out
-        if not left_out:
+        if not left_out and not self._is_excused("the same again"):
             self._add(spent_s, is_work=False)
         self._averaged = None
+
+    def _is_excused(self, what: str) -> bool:
+        if self._round < self._excused_in.get(what, -EXCUSED_EVERY) + EXCUSED_EVERY:
+            return False
+        self._excused_in[what] = self._round
+        return True
 
     def _add(self, spent_s: float, *, is_work: bool) -> None:
         self.waited_s = max(0.0, self.waited_s - spent_s / WORK_PER_WAIT) if is_work else self.waited_s + spent_s

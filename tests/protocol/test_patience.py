@@ -5,7 +5,16 @@ from types import SimpleNamespace
 
 from swarm_peer.protocol.epochs import BEGINNING, COORDINATORS, Epoch, Place
 from swarm_peer.protocol.messages import Timing
-from swarm_peer.protocol.patience import FIRST_ROUNDS, FREE_S, MOST_ROUNDS, OWN_AFTER, WORK_PER_WAIT, Patience, Waits
+from swarm_peer.protocol.patience import (
+    EXCUSED_EVERY,
+    FIRST_ROUNDS,
+    FREE_S,
+    MOST_ROUNDS,
+    OWN_AFTER,
+    WORK_PER_WAIT,
+    Patience,
+    Waits,
+)
 from swarm_peer.protocol.statements import EpochId, Seat
 
 A, B, C = (Seat(name, 1, f"of {name}") for name in ("a", "b", "c"))
@@ -127,3 +136,34 @@ def test_a_leader_that_tells_of_other_heads_once_keeps_the_lead():
         member.num_voids = 3 + (now_s > 500)
         assert not waits.look(float(now_s), member, TIMING)
     assert waits.waited_s == 0.0
+
+
+def test_a_leader_that_tells_of_other_heads_now_and_then_keeps_the_lead():
+    """Whatever a round's work takes: else the second time in a week would cost it the lead."""
+    log = SimpleNamespace(next_round=0, committed=())
+    member = SimpleNamespace(log=log, averaging=None, is_waiting=False, num_voids=0)
+    waits, seconds = Waits(0.0, None), int(2 * TIMING.stuck_s)
+    for now_s in range(40 * seconds):
+        log.next_round = now_s // seconds
+        member.num_voids = (now_s + seconds // 2) // (EXCUSED_EVERY * seconds)
+        assert not waits.look(float(now_s), member, TIMING)
+
+
+def averages_in_vain(rounds_between):
+    """How long a member waits whose averages of a minute are made again by the same ones, once in so many rounds."""
+    log = SimpleNamespace(next_round=0, committed=())
+    member = SimpleNamespace(log=log, averaging=None, is_waiting=False, num_voids=0)
+    waits, now_s, most_s = Waits(0.0, None), 0.0, 0.0
+    for log.next_round in range(0, 4 * rounds_between, rounds_between):
+        for number in range(2):
+            member.averaging = SimpleNamespace(round=log.next_round, hash=f"{log.next_round} {number}", seats=())
+            for _ in range(60):
+                now_s += 1.0
+                waits.look(now_s, member, TIMING)
+                most_s = max(most_s, waits.waited_s)
+    return most_s
+
+
+def test_a_leader_may_try_with_the_same_ones_again_now_and_then():
+    assert averages_in_vain(EXCUSED_EVERY) == 0.0
+    assert averages_in_vain(1) > TIMING.stuck_s

@@ -33,6 +33,8 @@ from swarm_peer.wire.codecs import bytes_of, decode, rounding_seed
 # that does not answer one for some seconds is taken for stalled.
 FEWEST_IN_FLIGHT, MOST_IN_FLIGHT = 2, 8
 QUEUE_S = 2.0
+# In the first moments, members notice a failure at times that say nothing of who caused it.
+LEAST_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +150,12 @@ class AveragingRound(ABC):
         """Give the averaging round up for a call to a member that has failed.
 
         A member that has given it up may have waited for another one, and noticed that first. So this peer waits as
-        long again before it blames that member: its own patience with the other one ends meanwhile.
+        long again, and LEAST_WAIT_S at least, before it blames that member: its own patience with the other one ends
+        meanwhile.
         """
         if isinstance(error, NotServing):
-            with anyio.move_on_after(min(anyio.current_time() - self._begun_s, self._timeout_s)):
+            passed_s = anyio.current_time() - self._begun_s
+            with anyio.move_on_after(min(max(passed_s, LEAST_WAIT_S), self._timeout_s)):
                 await self._changed.wait_for(lambda: self._over or self._failure is not None)
         self.fail(f"{member}: {error}", member)
 
