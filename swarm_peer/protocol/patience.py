@@ -25,7 +25,7 @@ OWN_AFTER = 16
 WORK_PER_WAIT = 4
 # A member thinks nothing of so many seconds of waiting in each round: messages take their time.
 FREE_S = 3.0
-# What an honest leader does now and then is excused once in so many rounds.
+# A member excuses once in so many rounds what an honest leader does now and then.
 EXCUSED_EVERY = 16
 
 

@@ -122,7 +122,7 @@ class GrantedSlices:
         return not has_counted and {each.slice_id for each in samples} <= self._held.keys()
 
     def drop(self, samples: Iterable[SampleId]) -> None:
-        """Be through with samples that were drawn: whoever is granted their slices next reads what no entry holds."""
+        """Be through with samples that were drawn. The next reader of their slices reads those that no entry holds."""
         for sample in samples:
             if (reading := self._held.get(sample.slice_id)) is not None:
                 reading.in_flight.discard(sample.window)
