@@ -96,7 +96,7 @@ class Failure(NamedTuple):
 
 
 class Try(NamedTuple):
-    """Whom the next cut of a round is of.
+    """A leader's choice for the next cut of a round.
 
     Attributes:
         blamed: accusations that those agree to who are left out
@@ -118,7 +118,7 @@ def next_try(
     more: set[Seat],
     unreached: set[Seat],
 ) -> Try | None:
-    """Whom to try with after a cut has failed, by the first of these rules that leaves members enough. Pure.
+    """Choose whom a leader tries with after a cut has failed: the first of these rules that leaves enough. Pure.
 
     1. Where nobody knows who is to blame: all once more, then all but the seats of one vote, of each in its turn.
     2. Where that is known, in two tries of three: those that have spoken, and are not accused with reason.
