@@ -73,6 +73,43 @@ def test_a_contribution_comes_in_chunks_in_any_order_and_again(small_chunks):
     anyio.run(run)
 
 
+def test_of_two_contributions_of_a_name_the_first_stays():
+    """What the driver holds has to be what the core has signed for."""
+
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = await two_mates(some, hall)
+            caller = giver.peer.identity.peer_id
+            contribution, *first = given_by(giver)
+            await taker.giving.handle(caller, call_of(0, first[1]), first)
+            for changed in ({"weight": 3}, {"values": (4.0, 5.0, 6.0)}):
+                _, *second = given_by(giver, **changed)
+                with pytest.raises(InvalidMessage, match="another contribution of round"):
+                    await taker.giving.handle(caller, call_of(0, second[1]), second)
+            await taker.giving.handle(caller, call_of(0, first[1]), first)
+            assert taker.driver.member.work.guests == {contribution.name: contribution}
+            assert taker.driver.gradients.get(contribution.name)[0][0].tolist() == [1.0, 2.0, 3.0]
+
+    anyio.run(run)
+
+
+def test_no_contribution_is_taken_of_a_round_whose_entry_holds_none(monkeypatch):
+    """Else one giver filled the places of all others."""
+
+    async def run():
+        hall = Hall()
+        async with swarm(hall.work) as some:
+            giver, taker = await two_mates(some, hall)
+            work, number = taker.driver.member.work, taker.driver.member.log.next_round + 1
+            monkeypatch.setattr(work, "decided_in", lambda each: max(each, number + 1))
+            _, *given = given_by(giver)
+            with pytest.raises(InvalidMessage, match="whose entry holds none"):
+                await taker.giving.handle(giver.peer.identity.peer_id, call_of(0, given[1]), given)
+
+    anyio.run(run)
+
+
 def test_a_contribution_that_comes_before_its_taker_has_begun_is_held():
     """The core has its place, and names it, while the device has yet to end the work of the place before."""
 

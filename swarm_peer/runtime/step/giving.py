@@ -18,6 +18,7 @@ from swarm_peer.codecs.base import is_within
 from swarm_peer.codecs.parts import LARGEST_MEAN
 from swarm_peer.errors import Busy, CallError, InvalidMessage, NotServing
 from swarm_peer.protocol.log import MAX_GUESTS, Contribution, HandedOver, Name
+from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.statements import Signed
 from swarm_peer.runtime.context import PeerContext
 from swarm_peer.runtime.network.agreement import Agreement
@@ -148,7 +149,9 @@ class Giving:
         epoch = self._agreement.core.membership.epoch_of(given.body.epoch)
         if epoch is None or name.seat not in epoch.roster(self._stage):
             raise NotServing("a contribution of somebody who had no place in the stage, as far as is known here")
-        if name in member.work.guests and self._signed.get(name) == given:
+        if member.work.decided_in(name.round) != name.round:
+            raise InvalidMessage(f"a contribution of round {name.round}, whose entry holds none")
+        if _is_held(member, given.body):
             return Reply()
         arriving = self._arrive(caller, given)
         end = call.offset + len(tensors[1])
@@ -203,6 +206,8 @@ class Giving:
         body = arrived.given.body
         means = await self._context.threads.run(self._checked, arrived)
         member = self._driver.member
+        if member is not None and _is_held(member, body):
+            return  # another has given it meanwhile
         if member is None or not member.take_guest(arrived.given):
             raise NotServing(f"round {body.contribution.name.round} is over here")
         # At once: the core may name it, and the driver holds what the core can name.
@@ -218,6 +223,21 @@ class Giving:
             raise InvalidMessage("a contribution that is not finite, or too large to be averaged")
         parts = torch.split(values, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _is_held(member: Member, given: HandedOver) -> bool:
+    """Whether a member has this contribution as its guest.
+
+    Raises:
+        InvalidMessage: it has another one of this name
+    """
+    name = given.contribution.name
+    if name not in member.work.guests:
+        return False
+    held = member.work.given[name].body
+    if (held.contribution, held.digest) != (given.contribution, given.digest):
+        raise InvalidMessage(f"another contribution of round {name.round} than its author has given before")
+    return True
 
 
 def _flat(means: Sequence[Tensor]) -> memoryview:
