@@ -50,7 +50,10 @@ class WasAlone(Liar):
         return [message, *(replace(message, body=body) for body in bodies)]
 
     def _have_others_agreed(self) -> bool:
-        """Whether the others of each stage have an entry of three tickets; before that they believe what it says."""
+        """Whether the others of each stage have an entry of three tickets, whose epoch the run key's holder knows.
+
+        Before that they believe what it says: it was the only voter, and the key signs what its holder hears first.
+        """
         assert self.process.core is not None
         restart = self.process.core.epoch.restart
         if self._agreed_since != restart:
@@ -62,6 +65,8 @@ class WasAlone(Liar):
             epochs = [(stage, self.world.epochs[cut.epoch]) for stage, cut in newest]
             tickets = [{seat.ticket for seat in epoch.roster(stage)} for stage, epoch in epochs]
             are_there = all(core.membership.stages == core.membership.desired for core in others) and len(others) > 3
+            known = self.world.processes["c0"].core
+            are_there &= known is not None and all(known.membership.epoch_of(e.id) == e for _, e in epochs)
             has_all = are_there and len(newest) == len(logs) and all(log.restart == restart for log in logs)
             if not has_all or not all(len(each) >= MIN_TICKETS for each in tickets):
                 return False
