@@ -1,83 +1,72 @@
-"""Accusations after a cut has failed: whom the next cut does without. Pure.
+"""Accusations after a cut has failed: who was to blame, and whom the next cut does without. Pure.
 
-A leader leaves out whom accusations are about, and those agree to it by the same rules.
+Nobody is believed: of an accuser and whom it accuses, one is to blame, and a liar can be either. So a leader leaves out
+each of them in its turn. The others agree by being a quorum themselves; nobody agrees to be left out for what others
+say of it, or a leader could have members say it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Mapping, Sequence
 
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Blamed, Cut
 from swarm_peer.protocol.statements import Seat, Signed
 
+# Seats that are left out together: one, or all of a vote.
+Unit = frozenset[Seat]
+# Units that one cut does without at most.
+MOST_LEFT_OUT = 3
 
-def to_leave_out(
-    epoch: Epoch, cut: Cut, blamed: dict[Seat, Signed[Blamed]]
-) -> tuple[set[Seat], tuple[Signed[Blamed], ...]]:
-    """The seats that are left out after accusations, and these.
 
-    It is all whom most votes of the cut accuse; or else all seats of two votes, of accuser and accused of the pair
-    between which most accusations are, since one of the two lies. The others whom that accuser accuses stay.
+def culprits_of(epoch: Epoch, cut: Cut, blamed: Mapping[Seat, Signed[Blamed]]) -> tuple[Unit, ...]:
+    """The units of which one at least was to blame for a cut that has failed, the likelier ones first.
+
+    It is those whom most votes of the cut accuse, or whom these accuse: a member that has failed first, for what one of
+    them did to it alone, is accused by all others. Or else it is one of the pair between which most accusations are;
+    or anybody, where nobody is accused.
     """
     accusers = {
         accused: {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
         for accused in cut.seats
     }
+
+    def units_of(seats: set[Seat]) -> list[Unit]:
+        votes = sorted({epoch.vote_of(seat) for seat in seats})
+        return [frozenset(seat for seat in cut.seats if epoch.vote_of(seat) == vote) for vote in votes]
+
     if worst := {accused for accused, by in accusers.items() if epoch.is_quorum(by, cut.seats)}:
-        authors = sorted(set[Seat]().union(*(accusers[accused] for accused in worst)))
-        return worst, tuple(blamed[author] for author in authors)
-    pairs = Counter(
-        frozenset({author, accused})
-        for author, each in blamed.items()
-        for accused in each.body.seats
-        if author != accused and accused in cut.seats
-    )
-    if not pairs:
-        return set(), ()
-    pair = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
-    author = next(seat for seat in sorted(pair) if seat in blamed and pair <= {seat, *blamed[seat].body.seats})
-    votes = {epoch.vote_of(seat) for seat in pair}
-    return {seat for seat in cut.seats if epoch.vote_of(seat) in votes}, (blamed[author],)
+        named = {accused for accused in cut.seats if accusers[accused] & worst} - worst
+        # A member that accuses most of the others is likelier to blame itself.
+        return (frozenset(worst), *(units_of(named) if not epoch.is_quorum(named, cut.seats) else ()))
+    pairs = Counter(frozenset({author, accused}) for accused, by in accusers.items() for author in by)
+    if pairs:
+        pair = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]
+        return tuple(units_of(set(pair)))
+    units = units_of(set(cut.seats))
+    first = cut.round % len(units)  # each round begins with another vote
+    return (*units[first:], *units[:first])
 
 
-def in_turn(epoch: Epoch, seats: Collection[Seat], number: int, attempt: int) -> set[Seat]:
-    """Nobody, then all seats of one vote, another one in each attempt; and anew once each was left out.
+def to_leave_out(
+    culprits: Sequence[Sequence[Unit]], order: Callable[[Unit], int], is_enough: Callable[[set[Seat]], bool]
+) -> set[Seat] | None:
+    """The fewest units with one at least of the culprits of each failed cut; None if no few of them leave enough.
 
-    Args:
-        number: of the round; each round begins with another vote
-        attempt: 1 for the first one after a failure
-    """
-    votes = sorted({epoch.vote_of(seat) for seat in seats})
-    if (turn := (attempt - 1) % (len(votes) + 1)) == 0:
-        return set()
-    return {seat for seat in seats if epoch.vote_of(seat) == votes[(turn + number) % len(votes)]}
-
-
-def is_rightly_left_out(seat: Seat, cut: Cut, before: Cut, epoch: Epoch) -> bool:
-    """Whether a seat that is ready agrees to be left out of a cut, for what was said about the one before.
-
-    It was in that one, and accuses a member of that, or is accused by one, and the cut lacks the votes of these two
-    alone; or most votes of that one accuse it. A seat of another life or ticket than were in it is anybody's invention.
+    The members of a cut that was without some of them are none of its own culprits, so nothing is tried twice.
 
     Args:
-        epoch: of the cut
+        order: of two units, the one with the smaller number is left out first
+        is_enough: whether a cut can do without some seats
     """
-    if seat not in before.seats:
-        return False
-    about_it = [signed.body for signed in cut.blamed if signed.body.cut == before.hash]
-    accusers = {body.author for body in about_it if seat in body.seats} & set(before.seats)
-    accused = {each for body in about_it if body.author == seat for each in body.seats} & set(before.seats)
-    votes = {epoch.vote_of(each) for each in cut.seats}
-    lacking = {epoch.vote_of(each) for each in before.seats if each in epoch.roster(cut.stage)} - votes
-    others = {epoch.vote_of(each) for each in accusers | accused} - votes
-    pairs = [{epoch.vote_of(seat), other} for other in others if lacking <= {epoch.vote_of(seat), other}]
-    if epoch.is_quorum(accusers, before.seats):
-        pairs.append(lacking)
-    return any(holds_most(epoch, cut.stage, cut.seats, pair) for pair in pairs)
 
+    def search(left_out: set[Seat], more: int) -> set[Seat] | None:
+        missed = next((each for each in culprits if not any(unit <= left_out for unit in each)), None)
+        if missed is None:
+            return left_out if is_enough(left_out) else None
+        found = (search(left_out | unit, more - 1) for unit in sorted(missed, key=order) if more)
+        return next((each for each in found if each is not None), None)
 
-def holds_most(epoch: Epoch, stage: int, seats: Collection[Seat], without: Collection[str]) -> bool:
-    """Whether some seats have most votes of a stage, of those that are not left out: else a leader could choose few."""
-    return epoch.is_quorum(seats, [seat for seat in epoch.roster(stage) if epoch.vote_of(seat) not in without])
+    tries = (search(set(), most) for most in range(MOST_LEFT_OUT + 1))
+    return next((each for each in tries if each is not None), None)

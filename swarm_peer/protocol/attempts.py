@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swarm_peer.protocol.accusations import holds_most, in_turn, to_leave_out
+from swarm_peer.protocol.accusations import Unit, culprits_of, to_leave_out
 from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import Blamed, Committed, Cut, Have, Pass
 from swarm_peer.protocol.messages import Ready, Timing
 from swarm_peer.protocol.statements import Seat, Signed
 
-# Of so many tries in a row, one does without all that any of them has failed with.
+# Of so many tries in a row, one is of all that may take part, whoever was silent.
 MAX_TRIES = 3
 
 
@@ -24,7 +24,7 @@ class Attempt:
     Attributes:
         most_s: when its entry was agreed
         failed_s: when most of its members had said that they have no result
-        left_out: those with whom most averaged the one before in vain
+        left_out: those that it does without, since they may have been to blame for the ones before
     """
 
     cut: Cut
@@ -99,15 +99,13 @@ class Try(NamedTuple):
     """A leader's choice for the next cut of a round.
 
     Attributes:
-        blamed: accusations that those agree to who are left out
-        left_out: those with whom most averaged the cut before in vain
-        unreached: the same of all cuts of the round so far
+        left_out: those that one of whom was to blame for each cut before
+        culprits: of the cuts of the round so far
     """
 
     seats: set[Seat]
-    blamed: tuple[Signed[Blamed], ...]
     left_out: set[Seat]
-    unreached: set[Seat]
+    culprits: tuple[tuple[Unit, ...], ...]
 
 
 def next_try(
@@ -116,53 +114,51 @@ def next_try(
     failure: Failure,
     weights: Mapping[Seat, int],
     more: set[Seat],
-    unreached: set[Seat],
+    culprits: tuple[tuple[Unit, ...], ...],
+    order: Callable[[Unit], int],
 ) -> Try | None:
-    """Choose whom a leader tries with after a cut has failed: the first of these rules that leaves enough. Pure.
+    """Choose whom a leader tries with after a cut has failed. Pure.
 
-    1. Where nobody knows who is to blame: all once more, then all but the seats of one vote, of each in its turn.
-    2. Where that is known, in two tries of three: those that have spoken, and are not accused with reason.
-    3. All with whom no cut of the round has failed; or the one of them that brings most, where one is enough.
-    4. All.
+    It is those that have spoken, where others were silent or are gone; else all but some that may have been to blame
+    for all cuts that have failed in the round, and once more all where that may be anybody. Where no such choice leaves
+    a quorum, all try anew; or where one seat is enough for an entry, the one that brings most.
 
     Args:
         epoch: that holds now
         weights: what each seat brings that is ready and has a place
         more: those of them that were in no cut of the round
-        unreached: those that cuts of the round have failed with before
+        culprits: of the cuts that have failed before
+        order: in which units are left out; see to_leave_out
 
     Returns:
         None if nobody is ready any more
     """
     cut, number, ready = attempt.cut, attempt.cut.attempt + 1, set(weights)
     roster = epoch.roster(cut.stage)
-    left_out = failure.late if attempt.failed_s is not None else set[Seat]()
-    blamed: tuple[Signed[Blamed], ...] = ()
-    left = ((set(cut.seats) & ready) - failure.late) | more
-    if failure.has_spoken:
-        accused, blamed = to_leave_out(epoch, cut, attempt.blamed)
-        if len(blamed) > 1:
-            left_out = accused
-            left -= accused
-        else:  # of accuser and accused, all of their votes
-            votes = {epoch.vote_of(seat) for seat in accused}
-            left = {seat for seat in left if epoch.vote_of(seat) not in votes}
-            if epoch.is_divided and votes and not holds_most(epoch, cut.stage, left, votes):
-                left = set()  # those who are left out would not agree
-    unreached = unreached | left_out if left else set()
-    reached = ready - unreached
-    if not failure.has_gone and attempt.accuses_nobody(epoch) and len({epoch.vote_of(seat) for seat in reached}) > 2:
-        suspects = in_turn(epoch, reached, cut.round, number)
-        is_enough = not epoch.is_divided or epoch.is_quorum(reached - suspects, roster)
-        if is_enough and (suspects or number == 1):
-            return Try(reached - suspects, (), suspects, unreached)
-    elif left and number % MAX_TRIES:
-        return Try(left, blamed, left_out, unreached)
-    if epoch.is_divided and not epoch.is_quorum(reached, roster):  # who is not accused does not agree to be left out
-        reached, unreached = ready, set()
-    if reached and (not epoch.is_divided or epoch.is_quorum([min(reached)], roster)):
-        reached = {max(reached, key=lambda seat: (weights[seat], seat))}
-    return Try(reached, (), left_out, unreached) if reached else None
+    is_unknown = attempt.accuses_nobody(epoch) and not failure.has_gone
+    if failure.late and not is_unknown:
+        late = frozenset(failure.late) if attempt.failed_s is not None else Unit()
+        culprits = (*culprits, (late,)) if late else culprits
+        left = ((set(cut.seats) & ready) - failure.late) | more
+        if left and number % MAX_TRIES:
+            return Try(left, set(late), culprits)
+    elif failure.has_gone or (not attempt.blamed and attempt.has_result(epoch)):
+        left = (set(cut.seats) & ready) | more
+        if left and number % MAX_TRIES:
+            return Try(left, set(), culprits)
+    elif not is_unknown or number > 1:
+        culprits = (*culprits, culprits_of(epoch, cut, attempt.blamed))
+
+    def is_enough(left_out: set[Seat]) -> bool:
+        return epoch.is_quorum(ready - left_out, roster) if epoch.is_divided else not ready <= left_out
+
+    if len(culprits) <= len({epoch.vote_of(seat) for seat in ready}) + 2:
+        left_out = to_leave_out(culprits, order, is_enough)
+        if left_out is not None:
+            return Try(ready - left_out, left_out, culprits)
+    if ready and (not epoch.is_divided or epoch.is_quorum([min(ready)], roster)):
+        ready = {max(ready, key=lambda seat: (weights[seat], seat))}
+    return Try(ready, set(), ()) if ready else None
 
 
 @dataclass
@@ -172,7 +168,7 @@ class Round:
     Attributes:
         late: those who have kept the others waiting
         learning: those who have asked for the log: what they were told of the round before had no effect
-        unreached: those with whom most of a cut have averaged in vain
+        culprits: of each cut that has failed, those of whom one at least was to blame; and those left out for now
         tried: those who were in a cut
     """
 
@@ -181,6 +177,6 @@ class Round:
     first_ready_s: float = 0.0
     late: set[Seat] = field(default_factory=set)
     learning: set[Seat] = field(default_factory=set)
-    unreached: set[Seat] = field(default_factory=set)
+    culprits: tuple[tuple[Unit, ...], ...] = ()
     tried: set[Seat] = field(default_factory=set)
     attempt: Attempt | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from functools import partial
 
 from swarm_peer.policy.data.ranges import WindowRange
 from swarm_peer.protocol.attempts import Attempt, Round, next_try
@@ -15,7 +16,6 @@ from swarm_peer.protocol.epochs import Epoch
 from swarm_peer.protocol.log import (
     MAX_GUESTS,
     Base,
-    Blamed,
     Close,
     Committed,
     Contribution,
@@ -336,6 +336,8 @@ class Leader:
             present.late |= missing
             kept = set(present.ready) - self._patience.left_out(epoch, present.ready)
             kept = kept if epoch.is_quorum(kept, roster) else set(present.ready)
+            absent = frozenset(set(present.ready) - kept)
+            present.culprits = ((absent,),) if absent else ()
             self._cut(now_s, epoch, base, sorted(kept), 0)
 
     def _cut(
@@ -345,7 +347,6 @@ class Leader:
         base: Base | None,
         seats: list[Seat],
         attempt: int,
-        blamed: tuple[Signed[Blamed], ...] = (),
         left_out: Collection[Seat] = (),
     ) -> None:
         present, log = self.round, self._member.log
@@ -365,7 +366,6 @@ class Leader:
             base=base,
             averages=self._context.averages(present.number),
             parts=self._parts(seats, base),
-            blamed=blamed,
         )
         present.attempt = Attempt(cut, shown, now_s, left_out=left_out)
         present.tried |= set(seats)
@@ -432,12 +432,13 @@ class Leader:
         present.late |= failure.late
         present.tried |= more
         weights = {seat: present.ready[seat].part.weight for seat in roster if seat in present.ready}
-        chosen = next_try(epoch, attempt, failure, weights, more, present.unreached)
+        order = partial(self._patience.last_left_out, epoch)
+        chosen = next_try(epoch, attempt, failure, weights, more, present.culprits, order)
         if chosen is None:
             self.round = Round(present.number)
             return
-        present.unreached = chosen.unreached
-        self._cut(now_s, epoch, base, sorted(chosen.seats), attempt.cut.attempt + 1, chosen.blamed, chosen.left_out)
+        present.culprits = chosen.culprits
+        self._cut(now_s, epoch, base, sorted(chosen.seats), attempt.cut.attempt + 1, chosen.left_out)
 
     def _come_since(self, cut: Cut) -> set[Seat]:
         """The seats that have become ready since a cut was made, and so do not agree that it is made without them."""

@@ -127,7 +127,6 @@ class Cut:
         root: of the state that embodies that entry; empty where it is not asked for
         base: the heads of all stages that the round was computed from
         averages: whether its members average what they bring
-        blamed: statements for which both accuser and accused are left out
     """
 
     stage: int
@@ -139,7 +138,6 @@ class Cut:
     base: Base
     averages: bool
     parts: tuple[Part, ...]
-    blamed: tuple[Signed[Blamed], ...] = ()
 
     @cached_property
     def hash(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from swarm_peer.policy.data.ledger import Ledger
 from swarm_peer.policy.data.ranges import num_windows
-from swarm_peer.protocol.accusations import is_rightly_left_out
 from swarm_peer.protocol.epochs import Epoch, Restart
 from swarm_peer.protocol.grants import Grant, Reads, Wants
 from swarm_peer.protocol.log import (
@@ -307,10 +306,8 @@ class Member:
         newest = [each for each in shown if each.entry.cut.round == cut.round - 1 - self._context.lag]
         agreed = [each.entry for each in newest if self._context.believes(self.log, each)]
         if own is None:
-            epoch = self._context.epoch_of(cut.epoch)
             was_slow &= before is not None and self.me in before.seats and present.answer.said is None
-            is_accused = before is not None and epoch is not None and is_rightly_left_out(self.me, cut, before, epoch)
-            may_pass = (is_late and not self._is_ready(present)) or was_slow or is_accused
+            may_pass = (is_late and not self._is_ready(present)) or was_slow
             present.answer.cut, present.answer.said, present.answer.failed = cut, None, None
             if may_pass:
                 self._agree_to(cut, present)

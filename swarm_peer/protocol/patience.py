@@ -64,6 +64,8 @@ class Patience:
     def __init__(self) -> None:
         self._accounts: dict[Seat | str, _Account] = {}
         self._in_time: dict[Seat, int] = {}
+        self._num_rounds = 0
+        self._left_out_in: dict[str, int] = {}
 
     def _account(self, epoch: Epoch, seat: Seat) -> _Account:
         return self._accounts.get(self._owner(epoch, seat)) or _Account()
@@ -79,14 +81,22 @@ class Patience:
         """Those of some seats that take no part for now."""
         return {seat for seat in seats if self._account(epoch, seat).is_left_out}
 
+    def last_left_out(self, epoch: Epoch, seats: Iterable[Seat]) -> int:
+        """How long ago some seats were left out, as their votes were: the larger, the later; 0 if they never were."""
+        return max((self._left_out_in.get(epoch.vote_of(seat), 0) for seat in seats), default=0)
+
     def end_round(
         self, epoch: Epoch, roster: Collection[Seat], late: Collection[Seat], unreached: Collection[Seat] = ()
     ) -> None:
         """Note who of a roster has kept the others waiting in a round.
 
         Args:
-            unreached: with whom most have averaged in vain
+            unreached: that the others were left without, since they may have been to blame for cuts that have failed
         """
+        self._num_rounds += 1
+        votes = {epoch.vote_of(seat) for seat in roster}
+        self._left_out_in |= {epoch.vote_of(seat): self._num_rounds for seat in unreached}
+        self._left_out_in = {vote: number for vote, number in self._left_out_in.items() if vote in votes}
         seats_of = defaultdict[Seat | str, set[Seat]](set)
         for seat in roster:
             seats_of[self._owner(epoch, seat)].add(seat)

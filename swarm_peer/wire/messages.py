@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from swarm_peer.wire.fields import LossSum, Measured, OptimizerStep, RoundNumber
 from swarm_peer.wire.ledger_codec import MAX_LEDGER_BYTES
 
-PROTOCOL = "swarm/6"
+PROTOCOL = "swarm/7"
 STATE_CHUNK_BYTES = 4 * 2**20
 # Tensors in a state, the optimizer's included: a model of 100 layers has some thousand.
 MAX_STATE_TENSORS = 1 << 13

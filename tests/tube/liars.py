@@ -225,7 +225,6 @@ class Liar:
             parent=newest.entry.hash,
             parts=(part,),
             base=tuple(f"made up {stage}" for stage in range(len(newest.entry.cut.base))),
-            blamed=(),
         )
         have = self.sign(Have(me, cut.epoch, cut.hash, "mine"))
         return Committed(Entry(cut, "mine"), (have,), Close(number, newest.close.counts))
