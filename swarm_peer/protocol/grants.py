@@ -18,7 +18,7 @@ from swarm_peer.protocol.statements import EpochId, Seat
 
 # Slices that one grant adds at most.
 MAX_GRANTED = 64
-# Slices that one seat reads at most.
+# Slices that one seat reads at most, beyond one for each sample of open rounds that it is believed to have computed.
 MAX_HELD = 64
 
 
@@ -193,10 +193,12 @@ class Grants:
             for slice_id, held in list(self._held.items()):
                 if held.seat == seat and slice_id not in wants.reads:
                     self._put_away(slice_id)
-        reads = wants.reads[:MAX_HELD]
+        shares = (shares[seat] for shares in self._shares.values() if seat in shares)
+        most = MAX_HELD + sum(min(each.done - each.unbelieved, self.batch) for each in shares)
+        reads = wants.reads[:most]
         self.hold(seat, (slice_id for slice_id in reads if not ledger.is_finished(slice_id)))
         granted = [slice_id for slice_id, held in self._held.items() if held.seat == seat]
-        missing = min(len(reads) + wants.slices, MAX_HELD) - len(granted)
+        missing = min(len(reads) + wants.slices, most) - len(granted)
         added = list(itertools.islice(self._free(ledger), max(missing, 0)))
         self.hold(seat, added)
         number = max(wants.seen, before.number if before is not None else 0)

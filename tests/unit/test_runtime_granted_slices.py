@@ -66,6 +66,8 @@ class Desk:
     def say(self):
         """Say what is read, and be granted more; the slices have yet to follow."""
         [counted] = [each for each in self.member.sayings(_Epoch()) if isinstance(each, Counted)]
+        done = counted.done.body
+        self.grants.note_done(ME, done.round, done.samples, done.samples, 0.0)
         self.member.take_grant(self.grants.grant(ME, counted.wants, self.member.ledger, 0.0))
 
     async def draw(self, count=1):
@@ -163,14 +165,19 @@ def test_who_has_lost_its_place_reads_nothing_of_before():
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(desk.pool.run)
             drawn = await desk.draw(2)
-            assert desk.slices.may_launch(drawn)
+            readings = desk.slices.readings_of(drawn)
+            assert desk.slices.may_launch(drawn, readings)
             before, desk.member = desk.member, Member(me=ME, stage=0, restart=BEGINNING, context=desk.context)
             desk.member.reign = REIGN
             desk.member.reached(desk.member.log.head, before.ledger)
-            assert not desk.slices.may_launch(drawn)
+            assert not desk.slices.may_launch(drawn, readings)
             desk.slices.follow()
             assert desk.member.reads.slices == ()
-            assert not desk.slices.may_launch(drawn)
+            desk.grants = Grants(REIGN, batch=4, unit=1, patience_s=60.0)
+            again = await desk.draw(4)
+            assert set(drawn) <= set(again), "the same slice was granted again"
+            assert not desk.slices.may_launch(drawn, readings), "or they would be trained on twice"
+            assert desk.slices.may_launch(drawn, desk.slices.readings_of(drawn))
             tasks.cancel_scope.cancel()
 
     anyio.run(run)
@@ -194,6 +201,23 @@ def test_a_slice_whose_work_is_lost_is_granted_again_in_the_same_round():
             again = [sample for _ in range(4) for sample in await desk.draw(2)]
             assert set(first) <= set(again)
             tasks.cancel_scope.cancel()
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_however_short_slices_are_a_seat_can_read_a_batch_of_them_in_one_round(length):
+    async def run():
+        desk = Desk(*[length] * 200)
+        desk.grants.batch = 150
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.pool.run)
+            for _ in range(150):
+                ids = await desk.draw(1)
+                assert desk.slices.counted(desk.present, ids, base=("head",), weight=1)
+                desk.slices.tell_ends(desk.present)
+            tasks.cancel_scope.cancel()
+        assert len(set(desk.taken)) == 150
 
     anyio.run(run)
 
@@ -303,7 +327,7 @@ async def test_once_the_run_is_over_failed_microbatches_are_no_warning(is_over, 
     desk = Desk(4)
     launcher = launcher_of(desk, SwarmView(2))
     launcher._context.metrics.run_is_over = is_over
-    batch = launchers._Batch(tokens_BS=torch.zeros((0, 7), dtype=torch.int32), samples=(), restart=desk.slices.restart)
+    batch = launchers._Batch(tokens_BS=torch.zeros((0, 7), dtype=torch.int32), samples=(), restart=None, drawn_from={})
     await launcher._launch_again(batch, "no peer serves the stage", is_finite=True)
     assert [(record.levelno, record.message.split()[0]) for record in caplog.records] == [(level, "microbatch_failed")]
 

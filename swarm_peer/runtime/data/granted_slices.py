@@ -6,7 +6,7 @@ this seat has read and no entry holds is read again, by whoever is granted the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from swarm_peer.policy.data.ranges import SampleId, SliceId, WindowRange, ranges_of
@@ -20,9 +20,9 @@ from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.data.prefetch import Sample, SamplePool
 
 
-@dataclass
-class _Reading:
-    """A slice that this seat reads.
+@dataclass(eq=False)
+class Reading:
+    """A slice that this seat reads. The same slice may be granted again later: that is another reading.
 
     Attributes:
         in_flight: windows that were drawn, and have neither counted nor been given up
@@ -51,7 +51,7 @@ class GrantedSlices:
         self._pool = pool
         self._member = member
         self._num_readers = num_readers
-        self._held: dict[SliceId, _Reading] = {}
+        self._held: dict[SliceId, Reading] = {}
         self._follows: Member | None = None  # whose grants these are
         self._seen: tuple[EpochId, int] | None = None
 
@@ -71,7 +71,7 @@ class GrantedSlices:
                 self._seen = granted.reign, granted.number
                 for slice_id in granted.slices:
                     if slice_id not in self._held and not member.ledger.is_finished(slice_id):
-                        self._held[slice_id] = _Reading()
+                        self._held[slice_id] = Reading()
                         self._pool.add_lease(slice_id, member.ledger.uncounted(slice_id))
         undecided = {item.slice_id for each in member.work.open.values() for item in each.computed.samples}
         for slice_id, reading in list(self._held.items()):
@@ -110,21 +110,24 @@ class GrantedSlices:
                 reading.in_flight.add(sample.id.window)
         return samples
 
-    def may_launch(self, samples: Iterable[SampleId]) -> bool:
-        """Whether samples that were drawn are of use: this seat reads all their slices, and none has counted.
+    def readings_of(self, samples: Iterable[SampleId]) -> dict[SliceId, Reading | None]:
+        """How this seat reads the slices of samples now; None of a slice that it does not read."""
+        return {each.slice_id: self._held.get(each.slice_id) for each in samples}
 
-        One that another seat has read would cost the whole contribution that names it.
+    def may_launch(self, samples: Iterable[SampleId], drawn_from: Mapping[SliceId, Reading | None]) -> bool:
+        """Whether samples that were drawn are of use: this seat has read on in all their slices, and none has counted.
+
+        One that somebody else has read, or that this seat reads again, would cost the whole contribution that names it.
         """
         member, samples = self._member(), list(samples)
         if member is None or member.ledger is None or member is not self._follows:
             return False
-        has_counted = member.ledger.num_counted(ranges_of(samples)) > 0
-        return not has_counted and {each.slice_id for each in samples} <= self._held.keys()
+        return self.readings_of(samples) == drawn_from and not member.ledger.num_counted(ranges_of(samples))
 
-    def drop(self, samples: Iterable[SampleId]) -> None:
+    def drop(self, samples: Iterable[SampleId], drawn_from: Mapping[SliceId, Reading | None]) -> None:
         """Be through with samples that were drawn. The next reader of their slices reads those that no entry holds."""
         for sample in samples:
-            if (reading := self._held.get(sample.slice_id)) is not None:
+            if (reading := drawn_from.get(sample.slice_id)) is not None:
                 reading.in_flight.discard(sample.window)
 
     def counted(
@@ -149,7 +152,7 @@ class GrantedSlices:
         work = member.work
         if not work.computed(present.number, base, weight=weight, samples=ranges, receipt=receipt, loss_sum=loss_sum):
             return False
-        self.drop(samples)
+        self.drop(samples, self._held)
         self._told(ranges)
         return True
 
@@ -158,7 +161,7 @@ class GrantedSlices:
         member, samples = self._member(), list(samples)
         if member is not None:
             member.work.computed(present.number, present.computed.base, weight=0, samples=ranges_of(samples))
-        self.drop(samples)
+        self.drop(samples, self._held)
 
     def tell_ends(self, present: OpenRound) -> None:
         """Tell ends of slices that no sample goes with: those of empty slices, or found late."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from swarm_peer.errors import CallError, NotFinite, RoundClosed, UserError
-from swarm_peer.policy.data.ranges import SampleId
+from swarm_peer.policy.data.ranges import SampleId, SliceId
 from swarm_peer.policy.decay import last_step_of
 from swarm_peer.policy.in_flight_window import InFlightWindow
 from swarm_peer.policy.trouble import Complaint, LaunchRecord, worst
@@ -27,7 +27,7 @@ from swarm_peer.protocol.epochs import Restart
 from swarm_peer.protocol.member import Member
 from swarm_peer.protocol.work import OpenRound
 from swarm_peer.runtime.context import PeerContext
-from swarm_peer.runtime.data.granted_slices import GrantedSlices
+from swarm_peer.runtime.data.granted_slices import GrantedSlices, Reading
 from swarm_peer.runtime.network.agreement import Agreement
 from swarm_peer.runtime.stage.replica_core import ReplicaCore
 from swarm_peer.runtime.stage.rounds import ReplicaRound
@@ -57,6 +57,7 @@ class _Batch:
 
     Attributes:
         restart: of the run, after which the samples were drawn
+        drawn_from: the readings of slices that they are of
         place: the round, and how often it was void, in which it has a place among what the leader has granted
         id: the same in all launches within a round, so that a peer which has counted the batch recognises it
         failures: how many launches have failed; those for which the round closed have not
@@ -65,6 +66,7 @@ class _Batch:
     tokens_BS: torch.Tensor
     samples: tuple[SampleId, ...]
     restart: Restart | None
+    drawn_from: Mapping[SliceId, Reading | None]
     place: tuple[int, int] | None = None
     id: bytes = b""
     failures: int = 0
@@ -240,8 +242,8 @@ class BatchLauncher:
         self._waiting.remove(batch)
         if self._is_void(batch):
             return None
-        if not self._slices.may_launch(batch.samples):
-            self._slices.drop(batch.samples)
+        if not self._slices.may_launch(batch.samples, batch.drawn_from):
+            self._slices.drop(batch.samples, batch.drawn_from)
             self._give_back_place(batch)
             return None
         if batch.place != place:
@@ -265,7 +267,9 @@ class BatchLauncher:
             samples = await self._slices.draw(self._size)
             tokens_BS = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
             ids = tuple(sample.id for sample in samples)
-            self._waiting.append(_Batch(tokens_BS=tokens_BS, samples=ids, restart=self._slices.restart))
+            readings = self._slices.readings_of(ids)
+            batch = _Batch(tokens_BS=tokens_BS, samples=ids, restart=self._slices.restart, drawn_from=readings)
+            self._waiting.append(batch)
         except UserError as error:
             self.failure = error
             self.stop()
