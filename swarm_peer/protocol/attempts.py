@@ -95,7 +95,7 @@ class Failure(NamedTuple):
     has_spoken: bool
 
 
-class Try(NamedTuple):
+class NextTry(NamedTuple):
     """A leader's choice for the next cut of a round.
 
     Attributes:
@@ -116,7 +116,7 @@ def next_try(
     more: set[Seat],
     culprits: tuple[tuple[Unit, ...], ...],
     order: Callable[[Unit], int],
-) -> Try | None:
+) -> NextTry | None:
     """Choose whom a leader tries with after a cut has failed. Pure.
 
     It is those that have spoken, where others were silent or are gone; else all but some that may have been to blame
@@ -141,11 +141,11 @@ def next_try(
         culprits = (*culprits, (late,)) if late else culprits
         left = ((set(cut.seats) & ready) - failure.late) | more
         if left and number % MAX_TRIES:
-            return Try(left, set(late), culprits)
+            return NextTry(left, set(late), culprits)
     elif failure.has_gone or (not attempt.blamed and attempt.has_result(epoch)):
         left = (set(cut.seats) & ready) | more
         if left and number % MAX_TRIES:
-            return Try(left, set(), culprits)
+            return NextTry(left, set(), culprits)
     elif not is_unknown or number > 1:
         culprits = (*culprits, culprits_of(epoch, cut, attempt.blamed))
 
@@ -155,10 +155,10 @@ def next_try(
     if len(culprits) <= len({epoch.vote_of(seat) for seat in ready}) + 2:
         left_out = to_leave_out(culprits, order, is_enough)
         if left_out is not None:
-            return Try(ready - left_out, left_out, culprits)
+            return NextTry(ready - left_out, left_out, culprits)
     if ready and (not epoch.is_divided or epoch.is_quorum([min(ready)], roster)):
         ready = {max(ready, key=lambda seat: (weights[seat], seat))}
-    return Try(ready, set(), ()) if ready else None
+    return NextTry(ready, set(), ()) if ready else None
 
 
 @dataclass
