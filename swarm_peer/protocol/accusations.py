@@ -20,12 +20,17 @@ Unit = frozenset[Seat]
 MOST_LEFT_OUT = 3
 
 
-def culprits_of(epoch: Epoch, cut: Cut, blamed: Mapping[Seat, Signed[Blamed]]) -> tuple[Unit, ...]:
+def culprits_of(
+    epoch: Epoch, cut: Cut, blamed: Mapping[Seat, Signed[Blamed]], dissenting: set[Seat]
+) -> tuple[Unit, ...]:
     """The units of which one at least was to blame for a cut that has failed, the likelier ones first.
 
     It is those whom most votes of the cut accuse, or whom these accuse: a member that has failed first, for what one of
     them did to it alone, is accused by all others. Or else it is one of the pair between which most accusations are;
     or anybody, where nobody is accused.
+
+    Args:
+        dissenting: members that have another result than most
     """
     accusers = {
         accused: {author for author, each in blamed.items() if accused in each.body.seats and author != accused}
@@ -36,10 +41,13 @@ def culprits_of(epoch: Epoch, cut: Cut, blamed: Mapping[Seat, Signed[Blamed]]) -
         votes = sorted({epoch.vote_of(seat) for seat in seats})
         return [frozenset(seat for seat in cut.seats if epoch.vote_of(seat) == vote) for vote in votes]
 
-    if worst := {accused for accused, by in accusers.items() if epoch.is_quorum(by, cut.seats)}:
+    if worst := dissenting | {accused for accused, by in accusers.items() if epoch.is_quorum(by, cut.seats)}:
         named = {accused for accused in cut.seats if accusers[accused] & worst} - worst
-        # A member that accuses most of the others is likelier to blame itself.
-        return (frozenset(worst), *(units_of(named) if not epoch.is_quorum(named, cut.seats) else ()))
+        # A member that accuses most of the others is likelier to blame itself; of two others, both are most.
+        is_sound = not epoch.is_quorum(named, cut.seats) or len({epoch.vote_of(seat) for seat in cut.seats}) <= 3
+        together = [frozenset(worst)] if epoch.is_quorum(set(cut.seats) - worst, cut.seats) else []
+        each = [unit & worst for unit in units_of(worst)]
+        return (*together, *each, *(units_of(named) if is_sound else ()))
     pairs = Counter(frozenset({author, accused}) for accused, by in accusers.items() for author in by)
     if pairs:
         pair = max(pairs.items(), key=lambda item: (item[1], sorted(item[0])))[0]

@@ -41,24 +41,32 @@ class Attempt:
         """Its members that have said nothing of a result."""
         return {seat for seat in self.cut.seats if seat not in self.said and seat not in self.blamed}
 
-    def has_result(self, epoch: Epoch) -> bool:
-        """Whether most of its members have the same result."""
+    def having(self, epoch: Epoch) -> set[Seat]:
+        """Those of its members that have the same result as most of them; nobody, if there is none such."""
         having = defaultdict[str, set[Seat]](set)
         for seat, signed in self.said.items():
             if isinstance(signed.body, Have):
                 having[signed.body.digest].add(seat)
-        return any(epoch.is_quorum(seats, self.cut.seats) for seats in having.values())
+        return next((seats for seats in having.values() if epoch.is_quorum(seats, self.cut.seats)), set())
+
+    def dissenting(self, epoch: Epoch) -> set[Seat]:
+        """Those of its members that have another result than most."""
+        most = self.having(epoch)
+        return {seat for seat in self.cut.seats if most and seat in self.said and seat not in most}
 
     def accuses_nobody(self, epoch: Epoch) -> bool:
         """Whether it has failed, and neither accusations nor silence tell a member that is to blame from the others."""
         accused = {seat for signed in self.blamed.values() for seat in signed.body.seats} & set(self.cut.seats)
-        return not self.has_result(epoch) and not accused and self.silent in (set(), set(self.cut.seats))
+        return not self.having(epoch) and not accused and self.silent in (set(), set(self.cut.seats))
 
-    def failure(self, now_s: float, epoch: Epoch, timing: Timing, *, has_more: bool) -> Failure | None:
+    def failure(
+        self, now_s: float, epoch: Epoch, timing: Timing, *, has_more: bool, may_agree: set[Seat]
+    ) -> Failure | None:
         """How it has failed by now, if it has: members are gone or silent for too long, or all have spoken in vain.
 
         Args:
             has_more: whether others have become ready since, which do not agree to be left out
+            may_agree: seats that may do so
         """
         gone = set(self.cut.seats) - set(epoch.roster(self.cut.stage))
         silent = self.silent - gone
@@ -70,11 +78,14 @@ class Attempt:
             is_late |= now_s >= 2 * self.failed_s - self.since_s + timing.others_s
         late = silent if is_late else set[Seat]()
         # Those that were left out may have no place any more, or do not agree.
+        having, roster = self.having(epoch), epoch.roster(self.cut.stage)
+        agreeing = having | may_agree | (self.said.keys() - set(self.cut.seats))
         is_of_no_use = (
             epoch.id != self.cut.epoch
             or bool(self.blamed)
-            or not self.has_result(epoch)
+            or not having
             or (has_more and self.most_s is None)
+            or (epoch.is_divided and not epoch.is_quorum(agreeing & set(roster), roster))
         )
         if not gone and not is_late and (silent or not is_of_no_use):
             return None
@@ -136,21 +147,23 @@ def next_try(
     cut, number, ready = attempt.cut, attempt.cut.attempt + 1, set(weights)
     roster = epoch.roster(cut.stage)
     is_unknown = attempt.accuses_nobody(epoch) and not failure.has_gone
-    if failure.late and not is_unknown:
-        late = frozenset(failure.late) if attempt.failed_s is not None else Unit()
-        culprits = (*culprits, (late,)) if late else culprits
-        left = ((set(cut.seats) & ready) - failure.late) | more
-        if left and number % MAX_TRIES:
-            return NextTry(left, set(late), culprits)
-    elif failure.has_gone or (not attempt.blamed and attempt.has_result(epoch)):
-        left = (set(cut.seats) & ready) | more
-        if left and number % MAX_TRIES:
-            return NextTry(left, set(), culprits)
-    elif not is_unknown or number > 1:
-        culprits = (*culprits, culprits_of(epoch, cut, attempt.blamed))
+    dissenting = attempt.dissenting(epoch)
 
     def is_enough(left_out: set[Seat]) -> bool:
         return epoch.is_quorum(ready - left_out, roster) if epoch.is_divided else not ready <= left_out
+
+    left = ((set(cut.seats) & ready) - failure.late) | more
+    # Who was silent agrees to be left out, and nobody else.
+    may_try = bool(left) and bool(number % MAX_TRIES) and (is_enough(ready - left) or not attempt.left_out)
+    if failure.late and not is_unknown:
+        culprits = (*culprits, (frozenset(failure.late),))
+        if may_try:
+            return NextTry(left, failure.late if attempt.failed_s is not None else set(), culprits)
+    elif failure.has_gone or not (attempt.blamed or dissenting or not attempt.having(epoch)):
+        if may_try and is_enough(ready - left):
+            return NextTry(left, set(), culprits)
+    elif not is_unknown or number > 1:
+        culprits = (*culprits, culprits_of(epoch, cut, attempt.blamed, dissenting))
 
     if len(culprits) <= len({epoch.vote_of(seat) for seat in ready}) + 2:
         left_out = to_leave_out(culprits, order, is_enough)

@@ -426,7 +426,8 @@ class Leader:
     def _cut_again_after_failure(self, now_s: float, epoch: Epoch, base: Base | None, attempt: Attempt) -> None:
         present, roster = self.round, epoch.roster(self._member.stage)
         more = self._come_since(attempt.cut) & set(roster)
-        failure = attempt.failure(now_s, epoch, self._timing, has_more=bool(more))
+        may_agree = (set(roster) - present.ready.keys()) | present.late
+        failure = attempt.failure(now_s, epoch, self._timing, has_more=bool(more), may_agree=may_agree)
         if failure is None:
             return
         present.late |= failure.late
@@ -437,8 +438,9 @@ class Leader:
         if chosen is None:
             self.round = Round(present.number)
             return
-        present.culprits = chosen.culprits
         self._cut(now_s, epoch, base, sorted(chosen.seats), attempt.cut.attempt + 1, chosen.left_out)
+        if present.attempt is not attempt:
+            present.culprits = chosen.culprits
 
     def _come_since(self, cut: Cut) -> set[Seat]:
         """The seats that have become ready since a cut was made, and so do not agree that it is made without them."""

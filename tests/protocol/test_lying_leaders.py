@@ -113,9 +113,10 @@ def test_a_leader_that_has_one_after_the_other_accused_by_most_gets_no_agreement
 
     run.driver._average, run.send = fails, keeps
     monkeypatch.setattr(Leader, "_agreed", lying)
+    before = run.next_round()
     assert alone_in(run, liar) == set()
     assert len(lies) > 1
-    assert liar_of(run) != liar
+    assert run.next_round() > before + 10
 
 
 @pytest.mark.parametrize("first", [3, 5])
@@ -141,9 +142,10 @@ def test_a_leader_that_has_others_accuse_one_gets_no_agreement_to_train_alone(ru
 
     run.driver._average = fails
     monkeypatch.setattr(Leader, "_cut", lying)
+    before = run.next_round()
     assert alone_in(run, liar) == set()
     assert lies
-    assert liar_of(run) != liar
+    assert run.next_round() > before + 10
 
 
 @pytest.mark.parametrize("has_result", [True, False], ids=["another result for each", "nobody knows who"])

@@ -119,6 +119,38 @@ def test_broken_links_that_share_no_seat_do_not_stop_a_stage():
     assert len(found[-1]) == 3
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_two_whom_most_accuse_are_left_out_one_after_the_other_where_no_quorum_is_without_both(count):
+    """A dead link, and the others accuse both of its ends."""
+
+    def failed_by(members):
+        return dict.fromkeys(members, "bc") | {"b": "c", "c": "b"} if {"b", "c"} <= set(members) else None
+
+    [members] = tries(epoch_of(FIVE[:count]), FIVE[:count], 9, failed_by)
+    assert members in ("abd"[: count - 1], "acd"[: count - 1])
+
+
+def test_no_cut_is_made_that_could_get_no_agreement():
+    """Who was left out for an accusation does not agree to it; so those that are left go on with that one."""
+    epoch, attempt = epoch_of(FIVE[:4]), attempt_of((B, C, D), 1, b="d", c="d")
+    attempt = replace(attempt, left_out={A}, failed_s=1.0)
+    failure = Failure({D}, has_gone=False, has_spoken=False)
+    culprits = ((Unit({A}), Unit({D})),)
+    chosen = next_try(epoch, attempt, failure, dict.fromkeys((A, B, C, D), 1), set(), culprits, lambda unit: 0)
+    assert chosen.seats == {A, B, C}
+
+
+def test_one_with_another_result_than_most_is_left_out_where_the_others_lack_agreement():
+    epoch, attempt = epoch_of(FIVE[:4]), replace(attempt_of((B, C, D), 1), left_out={A})
+    for seat, digest in ((B, "good"), (C, "good"), (D, "bad")):
+        attempt.said[seat] = Signed(Have(seat, ID, attempt.cut.hash, digest), b"")
+    assert attempt.failure(0.1, epoch, Timing(), has_more=False, may_agree={A}) is None
+    failure = attempt.failure(0.1, epoch, Timing(), has_more=False, may_agree=set())
+    culprits = ((Unit({A}), Unit({D})),)
+    chosen = next_try(epoch, attempt, failure, dict.fromkeys((A, B, C, D), 1), set(), culprits, lambda unit: 0)
+    assert chosen.seats == {A, B, C}
+
+
 def test_two_seats_of_a_ticket_that_accuse_each_other_do_not_stop_a_stage_that_has_no_other():
     first, second = of_one_ticket((A, B))
     epoch = epoch_of((first, second), C, D)
@@ -142,8 +174,8 @@ def test_who_was_silent_for_too_long_is_not_in_the_next_and_is_left_out_for_long
     epoch, attempt = epoch_of(FIVE), attempt_of(FIVE, a="e", b="e", c="e")
     attempt.said[D] = Signed(Have(D, ID, attempt.cut.hash, "digest"), b"")
     timing = Timing()
-    assert attempt.failure(1.0, epoch, timing, has_more=False) is None, "it may yet speak"
-    failure = attempt.failure(2.0 + timing.others_s, epoch, timing, has_more=False)
+    assert attempt.failure(1.0, epoch, timing, has_more=False, may_agree=set()) is None, "it may yet speak"
+    failure = attempt.failure(2.0 + timing.others_s, epoch, timing, has_more=False, may_agree=set())
     assert failure == Failure({E}, has_gone=False, has_spoken=False)
     chosen = next_try(epoch, attempt, failure, WEIGHTS, set(), (), lambda unit: 0)
     assert chosen == ({A, B, C, D}, {E}, ((Unit({E}),),))
@@ -151,7 +183,7 @@ def test_who_was_silent_for_too_long_is_not_in_the_next_and_is_left_out_for_long
 
 def test_after_a_member_has_lost_its_place_the_others_go_on():
     epoch = replace(epoch_of((A, B, C, D), E), begun=(0, 1))
-    failure = attempt_of(FIVE).failure(0.1, epoch, Timing(), has_more=False)
+    failure = attempt_of(FIVE).failure(0.1, epoch, Timing(), has_more=False, may_agree=set())
     assert failure is not None
     assert failure.has_gone
     weights = {seat: WEIGHTS[seat] for seat in (A, B, C, D)}
