@@ -153,7 +153,7 @@ def next_try(
         return epoch.is_quorum(ready - left_out, roster) if epoch.is_divided else not ready <= left_out
 
     left = ((set(cut.seats) & ready) - failure.late) | more
-    # Who was silent agrees to be left out, and nobody else.
+    # Seats that were silent agree to be left out, and no others.
     may_try = bool(left) and bool(number % MAX_TRIES) and (is_enough(ready - left) or not attempt.left_out)
     if failure.late and not is_unknown:
         culprits = (*culprits, (frozenset(failure.late),))
