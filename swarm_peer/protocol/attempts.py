@@ -89,7 +89,7 @@ class Attempt:
         )
         if not gone and not is_late and (silent or not is_of_no_use):
             return None
-        return Failure(late, has_gone=bool(gone), has_spoken=not gone and not silent)
+        return Failure(late, has_gone=bool(gone))
 
 
 class Failure(NamedTuple):
@@ -98,12 +98,10 @@ class Failure(NamedTuple):
     Attributes:
         late: its members that have said nothing, and have had their time
         has_gone: whether a member has no place any more
-        has_spoken: whether all of its members have said what has come of it
     """
 
     late: set[Seat]
     has_gone: bool
-    has_spoken: bool
 
 
 class NextTry(NamedTuple):

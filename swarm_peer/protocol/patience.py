@@ -82,7 +82,7 @@ class Patience:
         return {seat for seat in seats if self._account(epoch, seat).is_left_out}
 
     def last_left_out(self, epoch: Epoch, seats: Iterable[Seat]) -> int:
-        """How long ago some seats were left out, as their votes were: the larger, the later; 0 if they never were."""
+        """The round in which votes of some seats were left out last, as this leader counts them; 0 if none was."""
         return max((self._left_out_in.get(epoch.vote_of(seat), 0) for seat in seats), default=0)
 
     def end_round(

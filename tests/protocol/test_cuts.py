@@ -85,7 +85,9 @@ def test_only_whom_the_attempt_that_went_well_did_without_is_left_out_of_later_r
         for seat in leader.round.attempt.cut.seats:
             blames(leader, seat, *(() if seat == slow else (slow,)))
         leader._cut_again_after_failure(1.0, BEFORE, BASE, leader.round.attempt)
-        assert leader.round.attempt.left_out == ({LIES} if slow == LIES else set()), "two of four are no quorum"
+        left_out = {LIES} if slow == LIES else set()  # two of four are no quorum
+        assert leader.round.attempt.left_out == left_out
+        assert set(leader.round.attempt.cut.seats) == set(STAGE_1) - left_out
 
 
 def test_what_most_have_is_an_entry_whomever_the_others_blame(leader):

@@ -13,7 +13,7 @@ from swarm_peer.protocol.statements import EpochId, Seat, Signed
 
 A, B, C, D, E = FIVE = tuple(Seat(name, 1, f"of {name}") for name in "abcde")
 ID = EpochId(1, A, 0)
-SPOKEN = Failure(set(), has_gone=False, has_spoken=True)
+SPOKEN = Failure(set(), has_gone=False)
 WEIGHTS = dict(zip(FIVE, (1, 5, 2, 3, 4), strict=True))
 
 
@@ -134,7 +134,7 @@ def test_no_cut_is_made_that_could_get_no_agreement():
     """Who was left out for an accusation does not agree to it; so those that are left go on with that one."""
     epoch, attempt = epoch_of(FIVE[:4]), attempt_of((B, C, D), 1, b="d", c="d")
     attempt = replace(attempt, left_out={A}, failed_s=1.0)
-    failure = Failure({D}, has_gone=False, has_spoken=False)
+    failure = Failure({D}, has_gone=False)
     culprits = ((Unit({A}), Unit({D})),)
     chosen = next_try(epoch, attempt, failure, dict.fromkeys((A, B, C, D), 1), set(), culprits, lambda unit: 0)
     assert chosen.seats == {A, B, C}
@@ -176,7 +176,7 @@ def test_who_was_silent_for_too_long_is_not_in_the_next_and_is_left_out_for_long
     timing = Timing()
     assert attempt.failure(1.0, epoch, timing, has_more=False, may_agree=set()) is None, "it may yet speak"
     failure = attempt.failure(2.0 + timing.others_s, epoch, timing, has_more=False, may_agree=set())
-    assert failure == Failure({E}, has_gone=False, has_spoken=False)
+    assert failure == Failure({E}, has_gone=False)
     chosen = next_try(epoch, attempt, failure, WEIGHTS, set(), (), lambda unit: 0)
     assert chosen == ({A, B, C, D}, {E}, ((Unit({E}),),))
 
